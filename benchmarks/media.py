@@ -164,7 +164,7 @@ async def measure(server: Server, text_only: Server, arguments: argparse.Namespa
         await server.run([make_body(make_text(64), make_image(size)) for _ in range(16)], 16)
     for each in (server, text_only):
         await each.run([make_body(make_text(same), tokens=64) for _ in range(128)], 128)
-    for _ in range(arguments.rounds):
+    for _ in range(0 if arguments.only_gaps else arguments.rounds):
         texts = [make_body(make_text(600), tokens=64) for _ in range(256)]
         for name, each in (("text", server), ("text_only", text_only)):
             await each.flush()
@@ -182,11 +182,14 @@ async def measure(server: Server, text_only: Server, arguments: argparse.Namespa
             rate, prompt_tokens[name], pause = await server.run(bodies, 64)
             rows[name].append(rate)
             pauses[name].append(pause)
+    if arguments.only_gaps:
+        _, prompt_tokens["large"], _ = await server.run([make_body(make_text(16), make_image(LARGE))], 1)
     report: dict[str, Any] = {
         name: {"median": statistics.median(all_rates), "all": all_rates, "pauses": pauses[name], "prompt_tokens": prompt_tokens.get(name)}
         for name, all_rates in rows.items()
+        if all_rates
     }
-    for name, size in (("small", SMALL), ("large", LARGE)):
+    for name, size in (("small", SMALL), ("large", LARGE)) if report else ():
         report[name]["bound"] = bound(arguments.model, size, prompt_tokens[name], arguments.flops)
         report[name]["share"] = report[name]["median"] / report[name]["bound"]
     longest = round(64 + (prompt_tokens["large"] - without) * letters)
@@ -203,6 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only-gaps", action="store_true", help="measure the gaps alone")
     parser.add_argument("--images", type=int, default=256, help="of a round")
     parser.add_argument("--arrivals", type=float, default=8.0, help="requests a second beside streams")
     parser.add_argument("--flops", type=float, default=790e12, help="operations a second of large products on the card")

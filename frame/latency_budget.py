@@ -54,6 +54,7 @@ class LatencyBudget:
         self._decodes = 0.0  # seconds of a step of decodes alone, with one after it
         self._before = 0.0  # seconds of the last step, if it had decodes alone
         self._planned: deque[tuple[int, float, int]] = deque()  # step, when it was planned, its budget
+        self._encoded: dict[int, int] = {}  # by planned step: prompt tokens that take as long as the media that it encodes
         self._committed = float("-inf")  # when the last step was committed
 
     def choose(self, step: int, num_decodes: int, now: float) -> int:
@@ -61,14 +62,19 @@ class LatencyBudget:
         self._planned.append((step, now, budget))
         return budget
 
+    def note_encoded(self, tokens: float) -> None:
+        """The step planned last encodes media, which takes as long as so many prompt tokens."""
+        self._encoded[self._planned[-1][0]] = int(tokens)
+
     def record_step(self, record: StepRecord, now: float) -> None:
         while self._planned and self._planned[0][0] < record.step:  # a step that had no rows, or failed
-            self._planned.popleft()
+            self._encoded.pop(self._planned.popleft()[0], 0)
         if not self._planned or self._planned[0][0] > record.step:
             return
         _, start, budget = self._planned.popleft()
         seconds, self._committed = now - max(start, self._committed), now  # a planned step waits for the one in flight
-        num_rows, num_prompt_tokens = int(record.num_scheduled.sum()), _count_prompt_tokens(record)
+        encoded = self._encoded.pop(record.step, 0)
+        num_rows, num_prompt_tokens = int(record.num_scheduled.sum()) + encoded, _count_prompt_tokens(record) + encoded
         if not num_prompt_tokens:
             if before := self._before:  # nothing of a launch of prompts is in it
                 self._decodes = min(before, _follow(self._decodes, before)) if self._decodes else before

@@ -33,11 +33,13 @@ class Clock:
     def __init__(self, target: float, device: Device = card) -> None:
         self.budget, self.device, self.now, self.step = LatencyBudget(target, MAXIMUM), device, 0.0, 0
 
-    def run(self, num_decodes: int, waiting: int) -> tuple[int, float]:
-        """A step with as many of the waiting prompt tokens as it may have. -> how many, and the
-        step's seconds."""
+    def run(self, num_decodes: int, waiting: int, encoded: int = 0) -> tuple[int, float]:
+        """A step with as many of the waiting prompt tokens as it may have. encoded: tokens that
+        take as long as its media. -> how many, and the step's seconds."""
         tokens = min(waiting, self.budget.choose(self.step, num_decodes, self.now))
-        seconds = self.device(num_decodes, tokens)
+        if encoded:
+            self.budget.note_encoded(encoded)
+        seconds = self.device(num_decodes, tokens + encoded)
         self.now += seconds
         rows = [1] * num_decodes + ([tokens] if tokens else [])
         nothing = np.empty(0, np.int64)
@@ -54,6 +56,20 @@ def test_chunks_fill_the_target_and_no_more() -> None:
         steps = [clock.run(24, 10**6) for _ in range(200)]
         assert max(seconds for _, seconds in steps[4:]) < target
         assert max(seconds for _, seconds in steps[100:]) > AIM * target - TILE * 24e-6  # a tile more is too long
+
+
+def test_media_beside_decodes_teach_nothing_wrong() -> None:
+    """The budget of prompts after many steps with layers of encoders is that after none, less a
+    tile: their rows cost more where they are few."""
+    budgets = []
+    for encoded in (0, 500):
+        clock = Clock(0.03)
+        for _ in range(100):
+            clock.run(24, 0)
+            clock.run(24, 0, encoded)
+            clock.run(24, 2000)
+        budgets.append(max(clock.run(24, 10**6)[0] for _ in range(3)))
+    assert budgets[0] - TILE <= budgets[1] <= budgets[0]
 
 
 def test_prompts_of_arrivals_stay_within_the_target() -> None:

@@ -58,9 +58,9 @@ from frame.core.interfaces.model import ModelCapabilities, ModelConfig, ModelReq
 from frame.core.interfaces.moe import MoERequirements
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
-from frame.core.interfaces.step_media import MediaPlan
 from frame.core.interfaces.weight_format import FormatRequirements
 from frame.interfaces.kinds import KINDS
+from frame.interfaces.modality import MediaPlan
 from frame.interfaces.sampler import SamplerRequirements
 from frame.interfaces.weights import WeightSourceRequirements
 

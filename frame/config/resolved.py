@@ -16,7 +16,7 @@ from frame.config.schema import FrameConfig
 from frame.core.interfaces.drafter import DrafterContext, TreeShape
 from frame.core.interfaces.model import ModelConfig, Pooling, Task
 from frame.core.interfaces.parallel import ParallelPlan
-from frame.core.interfaces.step_media import MediaPlan
+from frame.interfaces.modality import MediaPlan
 
 LOST_WEIGHTS = "the weights {!r} came from a trainer and were lost in a crash; update the weights, or keep them by --keep-updates FOLDER"
 

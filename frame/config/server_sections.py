@@ -67,7 +67,11 @@ class MediaSection(Section):
     )
     table_rows: int = setting(0, "Rows of encoder output on the device, one a placeholder token; 0: chosen.", flag="media-rows", ge=0)
     encode_budget: Annotated[int | None, Auto] = setting(
-        None, "Maximum positions (patches) that the encoder computes before a step. auto: from the model.", flag="encode-budget", ge=1
+        None,
+        "Maximum positions (patches) that the encoder computes before a step; an item with more is encoded alone, or beside decodes by "
+        "several steps. auto: from the model.",
+        flag="encode-budget",
+        ge=1,
     )
     max_bytes: int = setting(64 << 20, "Maximum size of a file, in bytes.", flag="media-max-bytes", ge=1024, le=1 << 31)
     max_pixels: int = setting(64_000_000, "Maximum number of pixels of a picture.", flag="media-max-pixels", ge=1, le=1 << 31)

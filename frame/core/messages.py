@@ -193,6 +193,7 @@ class Heartbeat(Message, frozen=True):
     media_used_rows: int = 0  # those that hold an item, with or without requests
     media_encoded: int = 0  # counter: items that were encoded
     media_reused: int = 0  # counter: items that were in the table
+    media_divided: int = 0  # counter: items that several steps encoded
     tiers: list[dict[str, Any]] = []  # of the KV cache: "tier" (its name), and counters: "loaded_tokens", "stored_tokens"
     tier_waiting: int = 0  # requests that wait for blocks of a tier
     tier_failed_loads: int = 0  # counter: loads that yielded too few blocks

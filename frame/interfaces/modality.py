@@ -1,5 +1,5 @@
 """The interface of modalities: how a client's file becomes placeholders of the prompt and arrays
-for the model's encoder (`modality/1`).
+for the model's encoder (`modality/1`), and `MediaPlan`, how a server reads them.
 
 A modality runs in the media processes, where alone a client's bytes are decoded. It must not know a
 request, a token id, a device or the encoder.
@@ -7,6 +7,7 @@ request, a token id, a device or the encoder.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.model import ModelConfig
+
+
+_LONGEST = 8192  # patches that one of them attends to, at most: pictures of a video and tiles attend to themselves
 
 
 class MediaError(ValueError):
@@ -130,3 +134,38 @@ class Modality(ABC):
 def need_package(name: str, extra: str) -> ConfigurationError:
     """The error of a package that is not installed."""
     return ConfigurationError(f"{name} is not installed; run: pip install 'frame-serve[{extra}]'.")
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderCost:
+    """What encoding costs, in prompt tokens that take as long."""
+
+    num_layers: int
+    patch: float  # tokens for a patch in all layers, without attention
+    pair: float  # tokens for two patches of which one attends to the other
+
+    def count_tokens(self, patches: int) -> float:
+        return patches * (self.patch + self.pair * min(patches, _LONGEST))
+
+    def find_patches(self, tokens: float) -> int:
+        """The most patches that cost so many tokens."""
+        count = 2 * tokens / (self.patch + math.sqrt(self.patch**2 + 4 * self.pair * tokens))
+        return int(count if count <= _LONGEST else tokens / (self.patch + self.pair * _LONGEST))
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPlan:
+    """How a model with encoders reads media."""
+
+    table_rows: int  # of the device's table of encoded media
+    encode_budget: int  # positions of the encoder in a step; an item with more is encoded alone, or by layers beside decodes
+    modalities: tuple[str, ...]
+    whole_items: bool = False  # a chunk holds an item's consecutive placeholders together, see `MediaSpans`
+    rotary_positions: bool = False  # positions of three components, see `RotaryPositions`
+    costs: Mapping[str, EncoderCost] = field(default_factory=dict)  # by modality, of encoders that steps can divide
+
+    @property
+    def held_patches(self) -> int:
+        """Most patches of an item whose encoding several steps divide: what it has computed stays
+        on the device between them. One of 4K pixels has fewer at the default budget."""
+        return 4 * self.encode_budget if self.costs else 0

@@ -8,14 +8,14 @@ modality or a model by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.media import HasEncoders, MediaRows, MediaSpans, RotaryPositions
+from frame.core.interfaces.media import DividesEncoders, HasEncoders, MediaRows, MediaSpans, RotaryPositions
 from frame.core.interfaces.platform import SupportsStreams
 from frame.media.files import map_features
 
@@ -37,7 +37,9 @@ def count_bytes(model: Model, context: BuildContext, config: Mapping[str, Any]) 
         return 0
     sections = _list_sections(config)
     hidden, inner = (max((_read_size(each, names) for each in sections), default=0) for names in (_HIDDEN, _INNER))
-    return (sizes.table_rows * width + sizes.step_patches * (8 * hidden + 4 * max(inner, hidden) + width)) * context.dtype.itemsize
+    numbers = sizes.table_rows * width + sizes.step_patches * (8 * hidden + 4 * max(inner, hidden) + width)
+    numbers += sizes.held_patches * (4 * hidden + width // 4)  # a layer's output and rotary positions; rows of DeepStack
+    return numbers * context.dtype.itemsize
 
 
 def find_width(model: Model, context: BuildContext) -> int:
@@ -77,6 +79,7 @@ class MediaEncoder:
         self._fixed_rows = torch.full((limits.max_tokens_per_step,), -1, dtype=torch.int64, device=device)
         self._fixed_positions = torch.zeros(3, limits.max_tokens_per_step, dtype=torch.int64, device=device) if turns else None
         self._has_placed = False  # whether an entry of `_fixed_rows` is not -1
+        self._layers: _Layers | None = None  # of the item that several steps encode
 
     def begin_step(self, batch: ScheduledBatch) -> None:
         """See `StepMedia.begin_step`."""
@@ -88,7 +91,9 @@ class MediaEncoder:
                 self._device_offsets.copy_(torch.from_numpy(self._offsets.copy()), non_blocking=True)
         orders: dict[str, list[EncodeOrder]] = {}
         for order in batch.encodes:
-            if order.slot < 0:  # else the model's own pass encodes it, see `EncoderInputs`
+            if order.first_layer or order.stop_layer:
+                self._encode_layers(order)
+            elif order.slot < 0:  # else the model's own pass encodes it, see `EncoderInputs`
                 orders.setdefault(order.item.modality, []).append(order)
         # With tp every rank encodes every item: the towers are small beside the decoder, and rows
         # need no gather then.
@@ -98,8 +103,31 @@ class MediaEncoder:
     def _encode(self, modality: str, orders: Sequence[EncodeOrder]) -> None:
         if self.table is None or self._model is None:
             return
-        items = [{name: self._move(array) for name, array in _read(order.item).items()} for order in orders]
-        encoded = self._model.encode(modality, items)
+        encoded = self._model.encode(modality, [self._load(order.item) for order in orders])
+        self._store(modality, orders, encoded)
+
+    def _encode_layers(self, order: EncodeOrder) -> None:
+        """Compute some layers of an item, from the first one on if they are not known: after a
+        failed step."""
+        layers, self._layers = self._layers, None
+        if layers is not None and (order.first_layer <= 0 or order.item.digest != layers.digest):
+            layers.close()
+            layers = None
+        if order.first_layer < 0 or self.table is None or not isinstance(self._model, DividesEncoders):
+            return
+        if layers is None:
+            layers = _Layers(order.item.digest, self._model.encode_by_layer(order.item.modality, self._load(order.item)))
+        rows = layers.compute(order.stop_layer)
+        if order.stop_layer:
+            self._layers = layers
+        elif rows is not None:
+            self._store(order.item.modality, [order], [rows])
+
+    def _load(self, item: MediaItem) -> dict[str, torch.Tensor]:
+        return {name: self._move(array) for name, array in _read(item).items()}
+
+    def _store(self, modality: str, orders: Sequence[EncodeOrder], encoded: Sequence[torch.Tensor]) -> None:
+        assert self.table is not None, "a rank that encodes has a table"
         for order, rows in zip(orders, encoded, strict=True):
             if rows.shape != (len(order.rows), self.table.shape[1]):
                 raise RuntimeError(
@@ -181,6 +209,30 @@ class MediaEncoder:
         """See `StepMedia.shift_positions`."""
         turned = positions + self._device_offsets.index_select(0, slots)
         return torch.minimum(turned, positions.clamp(min=self._last_position))
+
+
+class _Layers:
+    """What several steps compute of one item."""
+
+    def __init__(self, digest: bytes, computing: Generator[None, None, torch.Tensor]) -> None:
+        self.digest = digest
+        self._computing = computing
+        self._done = 0  # layers
+        self._rows: torch.Tensor | None = None
+
+    def compute(self, stop: int) -> torch.Tensor | None:
+        """Compute the layers before `stop`; 0: all of them. -> the rows, once they are known."""
+        try:
+            while self._rows is None and (not stop or self._done < stop):
+                next(self._computing)
+                self._done += 1
+        except StopIteration as ended:
+            self._rows = ended.value
+        return self._rows
+
+    def close(self) -> None:
+        """Free what has been computed."""
+        self._computing.close()
 
 
 def _read(item: MediaItem) -> dict[str, np.ndarray]:

@@ -2,26 +2,30 @@
 
 Implements `RequestMedia` for models that place rows of encoders in the prompt. An item has rows
 from the first chunk that reads it to the last one; later steps run after these on the same stream,
-so that rows may be encoded anew as soon as a later step is scheduled. Must not know a tensor, pages
-or the queue.
+so that rows may be encoded anew as soon as a later step is scheduled. A large item is encoded by
+several steps while tokens are decoded, see `Division`. Must not know a tensor, pages or the queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from frame.core.interfaces.media import EncodeOrder
-from frame.core.interfaces.step_media import MediaPlan
+from frame.core.interfaces.media import EncodeOrder, MediaItem
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
+from frame.core.scheduling.running import StepPlan
+from frame.interfaces.modality import MediaPlan
 from frame.media.cache_keys import ItemKeys, ItemName, name_item
 from frame.media.checks import ItemLimits, check_items
+from frame.media.division import Division, count_left, find_limit, has_decodes
 from frame.media.prompt_layout import PromptLayout, lay_out_prompt
 from frame.media.row_table import BLOCK, RowTable
+
+_NO_ROWS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,18 @@ class _Blocked:
 
 class MediaScheduler:
     """`plan`: sizes and what the model needs. `token_budget`: prompt tokens of a step.
-    `whole_prompts`: a prompt is computed in one step."""
+    `whole_prompts`: a prompt is computed in one step. `note_encoded` is told of each step with
+    decodes how many prompt tokens take as long as what it encodes."""
 
-    def __init__(self, plan: MediaPlan, token_budget: int, *, whole_prompts: bool = False, block: int = BLOCK) -> None:
+    def __init__(
+        self,
+        plan: MediaPlan,
+        token_budget: int,
+        *,
+        whole_prompts: bool = False,
+        block: int = BLOCK,
+        note_encoded: Callable[[float], None] | None = None,
+    ) -> None:
         self._plan = plan
         self._whole_prompts = whole_prompts
         self._table = RowTable(plan.table_rows, block)
@@ -49,10 +62,13 @@ class MediaScheduler:
         )  # fmt: skip
         self._keys = ItemKeys()
         self._orders: list[EncodeOrder] = []  # of the step being planned
-        self._patches = plan.encode_budget  # that this step may still encode
+        self._patches = 0  # of items that this step encodes whole
+        self._division: Division | None = None
+        self._forgotten: MediaItem | None = None  # its division has ended early: the ranks forget its layers
+        self._note_encoded = note_encoded
         self._has_rows = False  # the step has chunks with media
         self._blocked: _Blocked | None = None
-        self._num_encoded = self._num_reused = 0
+        self._num_encoded = self._num_reused = self._num_divided = 0
 
     def start_request(self, request: Request) -> Finish | None:
         """See `RequestMedia`, as for all methods."""
@@ -77,7 +93,7 @@ class MediaScheduler:
             return 0
         return _layout_of(request).find_run(start)[1] - start
 
-    def limit_chunk(self, request: Request, start: int, count: int) -> int:
+    def limit_chunk(self, plan: StepPlan, request: Request, start: int, count: int) -> int:
         layout, end = _layout_of(request), start + count
         if start >= layout.end:
             return count
@@ -85,7 +101,7 @@ class MediaScheduler:
             end = max(layout.find_run(end)[0], start)
         blocked = self._blocked if self._blocked is not None and self._blocked.request is not request else None
         blocks = self._table.num_available - (0 if blocked is None else blocked.blocks)
-        patches = self._patches - (0 if blocked is None else blocked.patches)
+        patches = self._patches + (0 if blocked is None else blocked.patches)
         may_exceed = blocked is None and not self._orders  # an item above the budget is encoded alone
         counted = set[ItemName]()
         for index in layout.find_items(start, end):
@@ -93,13 +109,33 @@ class MediaScheduler:
             if layout.names[index] in counted:
                 need_blocks = need_patches = 0
             counted.add(layout.names[index])
-            if need_blocks > blocks or (need_patches > patches and not may_exceed):
-                if self._blocked is None:
-                    self._blocked = _Blocked(request, index, need_blocks, min(need_patches, self._plan.encode_budget))
+            limit = find_limit(self._plan, layout.items[index].modality, plan)
+            is_divided = limit < need_patches <= self._plan.held_patches and has_decodes(plan) and not self._whole_prompts
+            is_full = need_patches > limit - patches and not may_exceed
+            if is_divided and need_blocks <= blocks and self._divide(request, index):
                 return max(int(layout.starts[index]) - start, 0)
-            blocks, patches = blocks - need_blocks, patches - need_patches
+            if need_blocks > blocks or is_full or is_divided:
+                if self._blocked is None:
+                    self._blocked = _Blocked(request, index, need_blocks, 0 if is_divided else min(need_patches, limit))
+                return max(int(layout.starts[index]) - start, 0)
+            blocks, patches = blocks - need_blocks, patches + need_patches
             may_exceed = may_exceed and (self._whole_prompts or not need_patches)
         return end - start
+
+    def _divide(self, request: Request, index: int) -> bool:
+        """Begin to encode an item by layers. -> False while another one is encoded so; True also
+        where it is this one."""
+        layout: PromptLayout = request.media_layout
+        item, name = layout.items[index], layout.names[index]
+        if self._division is not None:
+            return self._division.held.name == name
+        held = layout.held.get(index)
+        if held is None:
+            held = layout.held[index] = self._table.acquire(name, item.num_rows)
+        self._division = Division(item, held, self._plan.costs[item.modality])
+        if self._blocked is not None and self._blocked.request is request and self._blocked.index == index:
+            self._blocked = None
+        return True
 
     def _count_needs(self, layout: PromptLayout, index: int) -> tuple[int, int]:
         """What a chunk needs to read an item: blocks that are available now, and patches."""
@@ -117,7 +153,7 @@ class MediaScheduler:
         every = layout.find_items(start, start + count)
         if self._blocked is not None and self._blocked.request is request and self._blocked.index in every:
             self._blocked = None
-        for index in every:
+        for index in sorted(every, key=lambda index: self._table.find_item(layout.names[index]) is None):  # new ones may take idle rows
             layout.last_read = step
             item = layout.items[index]
             held = layout.held.get(index)
@@ -126,8 +162,11 @@ class MediaScheduler:
                 self._num_reused += held.is_encoded
             if not held.is_encoded:
                 held.is_encoded = True
-                self._orders.append(EncodeOrder(item, held.rows[:-1]))
-                self._patches -= item.patches
+                first = 0
+                if self._division is not None and self._division.held is held:  # there are no decodes any more
+                    first, self._division = self._division.layer, None
+                self._orders.append(EncodeOrder(item, held.rows[:-1], first_layer=first))
+                self._patches += item.patches
                 self._num_encoded += 1
 
     def release(self, request: Request) -> None:
@@ -138,15 +177,26 @@ class MediaScheduler:
             for held in layout.held.values():
                 self._table.release(held)
             layout.held.clear()
+            if self._division is not None and not self._division.held.num_readers:
+                self._end_division()
 
-    def take_inputs(self, chunks: Sequence[tuple[Request, int, int]], num_tokens: int) -> dict[str, Any]:
-        if not self._has_rows:
+    def _end_division(self) -> None:
+        """Nothing reads what the divided item has computed so far."""
+        if self._division is not None:
+            self._forgotten, self._division = self._division.item, None
+
+    def take_inputs(self, plan: StepPlan, num_tokens: int) -> dict[str, Any]:
+        if self._division is None and self._forgotten is None and not self._has_rows:
             return {}
+        self._order_layers(plan)
+        orders, self._orders, self._patches = self._orders, [], 0
+        if not self._has_rows:
+            return {"encodes": orders}
         rows = np.full(num_tokens, -1, np.int32)
         spans = np.zeros(num_tokens, np.int32) if self._plan.whole_items else None
         positions = np.zeros((3, num_tokens), np.int32) if self._plan.rotary_positions else None
-        at = num_tokens - sum(count for _, _, count in chunks)
-        for request, start, count in chunks:
+        at = num_tokens - sum(count for _, _, count in plan.chunks)
+        for request, start, count in plan.chunks:
             layout: PromptLayout | None = request.media_layout
             if positions is not None:
                 positions[:, at : at + count] = np.arange(start, start + count) + request.position_offset
@@ -159,8 +209,7 @@ class MediaScheduler:
                 if positions is not None and layout.positions is not None:
                     positions[:, target] = layout.positions[:, start:end]
             at += count
-        orders, self._orders = self._orders, []
-        self._patches, self._has_rows = self._plan.encode_budget, False
+        self._has_rows = False
         has_rows = bool((rows >= 0).any())
         return {
             "encodes": orders,
@@ -168,6 +217,28 @@ class MediaScheduler:
             "media_spans": spans if has_rows else None,
             "rotary_positions": positions,
         }
+
+    def _order_layers(self, plan: StepPlan) -> None:
+        """Order the next layers of the divided item, and let ranks forget those of one that has
+        ended."""
+        encoded = 0.0
+        if has_decodes(plan):
+            whole = [order.item for order in self._orders if order.item.modality in self._plan.costs]
+            encoded = sum(self._plan.costs[item.modality].count_tokens(item.patches) for item in whole)
+        division = self._division
+        if self._forgotten is not None and (division is None or division.layer):
+            self._orders.append(EncodeOrder(self._forgotten, _NO_ROWS, first_layer=-1))
+        self._forgotten = None
+        if division is not None:
+            order, tokens = division.order_layers(count_left(plan, encoded), self._plan.encode_budget)
+            self._orders.append(order)
+            division.held.last_divided, encoded = plan.step, encoded + tokens
+            self._num_divided += division.is_complete
+            if division.is_complete:
+                division.held.is_encoded, self._division = True, None
+                self._num_encoded += 1
+        if encoded and self._note_encoded is not None and has_decodes(plan):
+            self._note_encoded(encoded)
 
     def _place_rows(self, layout: PromptLayout, start: int, end: int, target: np.ndarray) -> None:
         """Fill the rows of a chunk's tokens, and release the items that end in it."""
@@ -180,7 +251,8 @@ class MediaScheduler:
 
     def fail_step(self, step: int, running: Sequence[Request]) -> list[Request]:
         self._table.invalidate()
-        return [request for request in running if request.media_layout is not None and request.media_layout.last_read > step]
+        self._end_division()
+        return [request for request in running if request.media_layout is not None and _has_read(request.media_layout, step)]
 
     def describe_load(self) -> dict[str, Any]:
         return {
@@ -188,7 +260,14 @@ class MediaScheduler:
             "media_used_rows": self._table.num_used_rows,
             "media_encoded": self._num_encoded,
             "media_reused": self._num_reused,
+            "media_divided": self._num_divided,
         }
+
+
+def _has_read(layout: PromptLayout, step: int) -> bool:
+    """Whether a later step reads rows of the request, or this one or a later one encoded an item of
+    it by layers."""
+    return layout.last_read > step or any(held.last_divided >= step for held in layout.held.values())
 
 
 def _layout_of(request: Request) -> PromptLayout:

@@ -26,6 +26,7 @@ class TableItem:
     rows: np.ndarray  # int32 [rows of the item + 1]; the last one is -1, which index -1 finds
     num_readers: int = 0  # chunks of this step, and requests between two chunks, that read it
     is_encoded: bool = False  # a step has been ordered to encode it
+    last_divided: int = -1  # the last step that computed some of its layers
 
 
 class RowTable:

@@ -7,7 +7,6 @@ of its slot. Must not know the block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from frame.core.interfaces.media import EncodeOrder
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
+from frame.core.scheduling.running import StepPlan
 from frame.core.scheduling.step_features import NoMedia
 from frame.media.checks import DIGEST_BYTES, refuse
 
@@ -53,7 +53,7 @@ class SequenceEncoder(NoMedia):
     def release(self, request: Request) -> None:
         self._encoded.discard(request)
 
-    def take_inputs(self, chunks: Sequence[tuple[Request, int, int]], num_tokens: int) -> dict[str, Any]:
+    def take_inputs(self, plan: StepPlan, num_tokens: int) -> dict[str, Any]:
         orders, self._orders = self._orders, []
         return {"encodes": orders} if orders else {}
 

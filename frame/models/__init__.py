@@ -103,7 +103,12 @@ _DECODERS = (
         ("Gemma2ForCausalLM", "Gemma2Model", "Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3ForConditionalGeneration"),
         "Gemma 2 and 3",
     ),
-    ("gemma4", "gemma4:Gemma4ForCausalLM", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), "Gemma 4 without images and sound"),
+    (
+        "gemma4",
+        "gemma4:Gemma4ForCausalLM",
+        ("Gemma4ForCausalLM", *_media("Gemma4")),
+        "Gemma 4, of E2B and E4B with images",
+    ),
 )
 _RECURRENT = ("falcon_h1", "kimi_linear", "nemotron_h", "qwen3_next")
 _WINDOWED = (
@@ -115,6 +120,7 @@ _DRAFTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "nemotron_h", "qwen3_next"
 _IMAGE, _VIDEO, _AUDIO = "image", "video", "audio"
 _MODALITIES = {
     "gemma3": (_IMAGE,),
+    "gemma4": (_IMAGE,),
     "glm4_moe": (_IMAGE, _VIDEO),
     "glm4v": (_IMAGE, _VIDEO),
     "internvl": (_IMAGE,),

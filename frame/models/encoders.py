@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.platform import SupportsStreams
+from frame.models.layer_pauses import compute_by_layer
 from frame.models.layers.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -53,6 +55,11 @@ class ReadsMedia(Decoder):
             raise TypeError(f"{type(self).__name__} was built without its encoders")
         return self.encoders.encode(modality, items)
 
+    def encode_by_layer(self, modality: str, item: Arrays) -> Generator[None, None, torch.Tensor]:
+        if self.encoders is None:
+            raise TypeError(f"{type(self).__name__} was built without its encoders")
+        return self.encoders.encode_by_layer(modality, item)
+
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterable[tuple[str, LazyTensor]]:
         return super().map_weights(weights if self.encoders is None else self.encoders.rename_weights(weights))
 
@@ -69,6 +76,7 @@ class TransformersEncoders(nn.Module):
         self.device = context.device
         self.dtype = context.dtype
         self.is_deterministic = context.deterministic
+        self._platform = context.platform
         self.model: Any = _build_model(context.model_config, context.dtype)
         self.family = str(self.model.config.model_type)
 
@@ -113,6 +121,19 @@ class TransformersEncoders(nn.Module):
         columns = [_split(features, units) for features in (pooled, *further)]
         return [torch.cat([torch.cat(list(parts)) for parts in rows], -1).to(self.dtype) for rows in zip(*columns, strict=True)]
 
+    def encode_by_layer(self, modality: str, item: Arrays) -> Generator[None, None, torch.Tensor]:
+        """As `DividesEncoders.encode_by_layer`. An encoder has one list of layers, its first."""
+        layers = next((module for module in self.model.modules() if isinstance(module, nn.ModuleList)), ())
+        platform = self._platform if isinstance(self._platform, SupportsStreams) else None
+        stream = None if platform is None else platform.get_current_stream()
+
+        def compute() -> torch.Tensor:
+            if platform is not None and stream is not None:
+                platform.set_stream(stream)
+            return self.encode(modality, [item])[0]
+
+        return compute_by_layer(compute, list(layers))
+
     def _prepare(self, item: Arrays, name: str) -> torch.Tensor:
         """An array as the encoder reads it: bytes rescaled and normalised in float32, then in the
         model's dtype."""
@@ -140,6 +161,8 @@ def _build_model(model_config: ModelConfig, dtype: torch.dtype) -> Any:
             f"transformers {transformers.__version__} has no encoders for model_type {kind!r} of config.json: install a newer one, or set "
             "media.enabled: false."
         )
+    for name in _UNREAD.get(str(kind), ()):
+        stored[name] = None
     config = transformers.CONFIG_MAPPING[kind].from_dict(stored)
     model = transformers.AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
     del model.language_model
@@ -208,14 +231,26 @@ def _encode_qwen2_audio(model: Any, modality: str, arrays: Arrays) -> tuple[Any,
     return [each[:count] for each, count in zip(encoded, rows.tolist(), strict=True)], ()
 
 
+def _encode_gemma4(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
+    """The rows of all images follow each other: one for each square of patches that is no
+    padding."""
+    positions = arrays["image_position_ids"]
+    output = model.get_image_features(arrays["pixel_values"], positions, return_dict=True).pooler_output
+    rows = output if isinstance(output, torch.Tensor) else torch.cat(tuple(output))
+    counts = positions.ne(-1).all(-1).sum(-1) // model.config.vision_config.pooling_kernel_size**2
+    return rows.split(counts.tolist()), ()
+
+
 def _encode_llama4(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
     """The projector is outside of transformers' method."""
     output = model.get_image_features(arrays["pixel_values"], return_dict=True)
     return model.multi_modal_projector(output.last_hidden_state), ()
 
 
+_UNREAD: Mapping[str, tuple[str, ...]] = {"gemma4": ("audio_config",)}  # by model_type: encoders that are not built
 # by model_type, with the names of the arrays; the others by transformers' methods
 _FAMILIES: Mapping[str, tuple[Callable[[Any, str, Arrays], tuple[Any, Sequence[Any]]], Collection[str]]] = {
+    "gemma4": (_encode_gemma4, ("pixel_values", "image_position_ids")),
     "llama4": (_encode_llama4, ("pixel_values",)),
     "qwen2_audio": (_encode_qwen2_audio, ("input_features", "feature_attention_mask")),
 }

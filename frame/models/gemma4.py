@@ -1,4 +1,4 @@
-"""Gemma 4 (text): two head sizes, keys and values that later layers share, embeddings for each
+"""Gemma 4: two head sizes, keys and values that later layers share, embeddings for each
 layer, and experts beside the feed-forward part."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.media import MediaRows
 from frame.models.gemma3 import Gemma3ForCausalLM
 from frame.models.layers.attention import Attention, AttentionOptions, SharedKVAttention
 from frame.models.layers.embedding import VocabEmbedding
@@ -90,9 +91,11 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
         activation = read_activation(config, "hidden_activation", "gelu_pytorch_tanh")
         return GatedMLP(self.context, prefix, self.model_config.hidden_size, wide * config["intermediate_size"], activation=activation)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        embedded = super().embed(token_ids)
+    def embed_inputs(self, batch: ForwardBatch) -> torch.Tensor:
+        embedded, token_ids, media = super().embed_inputs(batch), batch.token_ids, batch.get(MediaRows)
         if self.layer_inputs is not None:
+            if media is not None:  # a placeholder has the token of padding there, and its own row
+                token_ids = token_ids.where(media.rows.lt(0), int(self.model_config.config.get("pad_token_id") or 0))
             self.layer_inputs.compute(token_ids, embedded)
         return embedded
 
@@ -102,7 +105,7 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
         return (*super().get_ignored(), *unused)
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
-        return split_stacked_experts(self._rename_router(weights))
+        return split_stacked_experts(self._rename_router(super().map_weights(weights)))
 
     def _rename_router(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
         """The router's tensors under the names of its layers; keys also as values where a layer has
@@ -113,7 +116,7 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
                 name = name.replace(stored, sizes_of_layer)
             yield name, tensor
             head, built, tail = name.partition(".self_attn.k_proj.")
-            if built and is_one and self.kinds[int(head.rpartition(".")[2])] == _FULL:
+            if built and is_one and head.startswith("model.") and self.kinds[int(head.rpartition(".")[2])] == _FULL:
                 yield f"{head}.self_attn.v_proj.{tail}", tensor
 
     @property

@@ -21,7 +21,6 @@ import msgspec
 from frame.config.hardware import Hardware
 from frame.config.schema import FrameConfig
 from frame.core.engine import Engine, EngineOptions
-from frame.core.interfaces.step_media import MediaPlan
 from frame.core.ipc.transport import InProcessTransport
 from frame.core.messages import AnyMessage, Control, Generate, StepTokens
 from frame.entrypoints.configuration.prepare import prepare
@@ -38,6 +37,7 @@ from frame.entrypoints.http.services import Services
 from frame.entrypoints.keys import open_keys
 from frame.entrypoints.processes.build_scheduler import build_scheduler
 from frame.entrypoints.processes.launch import get_client_limits, load_tokenizer
+from frame.interfaces.modality import MediaPlan
 from frame.loading.engine_states import EngineStates
 from frame.testing.fake_runner import FakeRunner
 from frame.text.detokenizer import Detokenizer

@@ -1,4 +1,5 @@
-"""Steps with media as CUDA graphs: the tokens of eager steps, and those of transformers."""
+"""Steps with media as CUDA graphs, and encoders by layers: the tokens of eager steps, and those of
+transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.media.reference.prompts import make_prompts
+from tests.media.reference.serving import Checkpoint, greedy
+from tests.media.reference.serving import run as generate
 from tests.media.vision_rig import LAYOUTS, Prompt, VisionRig
+from tests.models.media_checkpoints import make_media_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -59,3 +64,19 @@ def test_drafts_and_decodes_turn_by_the_offsets_of_their_slots(layout: str, tmp_
     slots, places = torch.tensor([2, 0, 1], device="cuda"), torch.tensor([30, 30, 30], device="cuda")
     expected = media.find_positions(slots.cpu().numpy(), places.cpu().numpy())
     assert media.shift_positions(slots, places).tolist() == expected.tolist() and len(set(expected.tolist())) == 3
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3VLForConditionalGeneration", "InternVLForConditionalGeneration"])
+def test_items_that_several_steps_encode(architecture: str, tmp_path: Path) -> None:
+    """Beside decodes in graphs, in a thread on the runner's stream."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    checkpoint = Checkpoint(make_media_checkpoint(tmp_path / "model", architecture), 32)
+    prompts = [prompt for prompt in make_prompts(architecture) for _ in range(2)]
+    try:
+        with checkpoint.open_engine(device="cuda", media_encode_budget=12) as engine:
+            for _ in range(2):
+                checkpoint.expected.check(engine, prompts, generate(engine, prompts, greedy(32)))
+            assert engine.control("server_info")["media_divided"] > 0
+            engine.control("check_integrity")
+    finally:
+        checkpoint.close()

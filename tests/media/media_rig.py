@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from frame.core.interfaces.batch import ScheduledBatch
-from frame.core.interfaces.media import MediaItem, PlaceholderRun
-from frame.core.interfaces.step_media import MediaPlan
+from frame.core.interfaces.media import EncodeOrder, MediaItem, PlaceholderRun
 from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.interfaces.modality import MediaPlan
 from frame.media.media_scheduler import MediaScheduler
 from frame.testing.fake_runner import DoneStep, LaterStep
 from frame.testing.scheduler_rig import Expected, SchedulerRig
@@ -55,6 +55,8 @@ class MediaRig(SchedulerRig):
         self.pages: dict[tuple[int, int], Content] = {}  # by page and offset
         self.fails_next = False
         self.encoded: list[bytes] = []
+        self.layers: tuple[bytes, int] | None = None  # of the divided item, digest and layers that the device has computed
+        self.num_parts = 0  # steps that computed some layers
         self._failing: set[int] = set()  # steps in flight
         self._wrong: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)  # by step: slot and epoch of rows that must be void
         self._launch, self.runner.launch = self.runner.launch, self.launch  # type: ignore[method-assign]
@@ -64,10 +66,14 @@ class MediaRig(SchedulerRig):
         orders = np.concatenate([np.empty(0, np.int32), *(order.rows for order in batch.encodes)])
         assert len(set(orders.tolist())) == len(orders), "two items of a step get the same row"
         assert not len(orders) or int(orders.max()) < self.plan.table_rows
-        patches = [order.item.patches for order in batch.encodes]
+        parts = [order for order in batch.encodes if order.first_layer or order.stop_layer]
+        patches = [order.item.patches for order in batch.encodes if order not in parts]
         assert sum(patches) <= self.plan.encode_budget or len(patches) == 1, f"a step encodes {patches}"
+        assert sum(order.first_layer >= 0 for order in parts) <= 1
         is_failing, self.fails_next = self.fails_next, False
         for order in batch.encodes:
+            if order in parts and not self._compute_layers(order, is_failing):
+                continue
             assert len(order.rows) == order.item.num_rows
             self.encoded.append(order.item.digest)
             for index, row in enumerate(order.rows.tolist()):
@@ -76,6 +82,20 @@ class MediaRig(SchedulerRig):
             self._failing.add(batch.step)
         self._read_rows(batch)
         return launched
+
+    def _compute_layers(self, order: EncodeOrder, is_failing: bool) -> bool:
+        """-> whether the item is encoded to its end. A step that fails loses what it computes."""
+        digest, first = order.item.digest, order.first_layer
+        if first < 0:
+            self.layers = None
+            return False
+        assert not first or self.layers in ((digest, first), (b"", -1)), f"layer {first} comes after {self.layers}"
+        self.num_parts += 1
+        num_layers = self.plan.costs[order.item.modality].num_layers
+        assert first < (order.stop_layer or num_layers) <= num_layers
+        assert order.item.patches <= self.plan.held_patches or not order.stop_layer
+        self.layers = (b"", -1) if is_failing else (digest, order.stop_layer) if order.stop_layer else None
+        return not order.stop_layer
 
     def _read_rows(self, batch: ScheduledBatch) -> None:
         at, table = 0, self.scheduler._running.table
@@ -182,3 +202,5 @@ class MediaRig(SchedulerRig):
         assert table.num_available == table.num_blocks, "an item has readers, and no request runs"
         assert self.media._blocked is None
         assert not self.media._orders
+        assert self.media._division is None
+        assert self.layers is None or self.media._forgotten is not None or self.layers[1] < 0

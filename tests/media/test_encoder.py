@@ -19,7 +19,7 @@ from frame.core.interfaces.media import EncodeOrder, MediaRows, RotaryPositions
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.media.encoder import count_bytes
 from frame.speculation.draft_runner import DraftRunner
-from tests.media.vision_rig import LAYOUTS, Prompt, VisionRig
+from tests.media.vision_rig import LAYOUTS, NUM_LAYERS, Prompt, VisionRig, divide
 from tests.speculation.test_draft_graphs import CapturableAttention
 
 OUTPUT = 6
@@ -196,6 +196,51 @@ def test_an_item_that_cannot_be_encoded_ends_its_step_alone(folder: Path) -> Non
     check(rig, prompt, tokens)
 
 
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_layers_between_decodes(execution: str, folder: Path) -> None:
+    """The rows appear with the last layers; decodes beside layers run in graphs."""
+    rig, (image, text, _) = make_rig("interleaved", folder, execution), make_prompts(folder)
+    model, replayed, replay = cast("Any", rig.runner.model), list[int](), rig.runner._replay
+    outputs = [rig.run_chunk(1, text, slice(0, len(text.token_ids)), text.make_rows([]))[-1]]
+    rig.runner._replay = lambda inputs: replayed.append(1) or replay(inputs)  # type: ignore[func-returns-value,method-assign]
+    orders, table = image.make_orders([0]), rig.runner.inputs.media.table  # type: ignore[union-attr]
+    for first, stop, layers in ((0, 2, 2), (2, 3, 3), (3, 0, NUM_LAYERS)):
+        assert table is not None and not table.any()
+        outputs += rig.decode([1], divide(orders, first, stop))
+        assert model.num_passed == layers
+    assert len(replayed) == (3 if execution == "graphs" else 0)
+    first_tokens = rig.run_chunk(0, image, slice(0, len(image.token_ids)), image.make_rows([0]), [1])
+    check(rig, text, [*outputs, first_tokens[0]])
+    check(rig, image, [first_tokens[1], *rig.decode([0])])
+    assert model.encoded == [("image", 1)]
+
+
+def test_layers_that_are_lost_or_not_wanted(folder: Path) -> None:
+    """A step that goes on with layers which a failed one has lost computes them again; those of an
+    item whose request has ended are freed."""
+    rig, (image, text, _) = make_rig("blocks", folder), make_prompts(folder)
+    media, model = cast("Any", rig.runner.inputs.media), cast("Any", rig.runner.model)
+    rig.run_chunk(1, text, slice(0, len(text.token_ids)), text.make_rows([]))
+    orders = image.make_orders([0])
+    rig.decode([1], divide(orders, 2, 4))
+    assert model.num_passed == 4
+    other = Prompt().add_image(folder, (1, 2, 2), 7)
+    rig.decode([1], divide(other.make_orders([20]), 0, 1))
+    assert (model.num_passed, model.num_closed) == (5, 1)
+    rig.decode([1], divide(orders, 4, 0))  # nothing but the other item is known
+    assert (model.num_passed, model.num_closed) == (5 + NUM_LAYERS, 2)
+    check(rig, image, rig.run_chunk(0, image, slice(0, len(image.token_ids)), image.make_rows([0])))
+    rig.decode([1], divide(orders, 0, 3))
+    rig.decode([1])
+    assert media._layers is not None
+    rig.decode([1], divide(orders, -1, 0))
+    assert media._layers is None
+    assert model.num_closed == 3
+    with pytest.raises(RuntimeError, match="image is not readable any more"):
+        rig.decode([1], divide([EncodeOrder(msgspec.structs.replace(image.items[0], path="/gone"), orders[0].rows)], 0, 2))
+    assert media._layers is None
+
+
 def test_a_row_that_is_not_finite_stays_with_its_placeholders(folder: Path) -> None:
     rig = make_rig("interleaved", folder)
     media = rig.runner.inputs.media
@@ -251,6 +296,8 @@ def test_the_memory_of_the_encoder_is_planned(folder: Path) -> None:
     assert count_bytes(runner.model, context, {}) == table + patches * width
     assert count_bytes(runner.model, context, config) == table + patches * (width + 8 * 32 + 4 * 80)
     assert count_bytes(runner.model, replace(context, media=None), config) == 0
+    held = replace(context, media=replace(context.media, held_patches=1000))
+    assert count_bytes(runner.model, held, config) - count_bytes(runner.model, context, config) == 4 * 1000 * (4 * 32 + width // 4)
 
 
 def test_an_adapter_begins_at_the_position_of_its_token() -> None:

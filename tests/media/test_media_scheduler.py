@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.interfaces.media import MediaItem, PlaceholderRun
-from frame.core.interfaces.step_media import MediaPlan
 from frame.core.messages import Generate
 from frame.core.scheduling.step_features import NoMedia
+from frame.interfaces.modality import EncoderCost, MediaPlan
 from frame.testing.scheduler_rig import InOrder
 from tests.core.scheduling.small_rig import config, params, prompt
-from tests.media.media_rig import MediaRig, make_item
+from tests.media.media_rig import FAILED, MediaRig, make_item
 
 PLACEHOLDER = 100
 FEW = params(max_tokens=2)
@@ -121,6 +122,17 @@ def test_a_step_encodes_within_its_budget_and_a_large_item_alone() -> None:
     assert len(rig.encoded) == 3
 
 
+def test_a_new_item_takes_no_rows_of_another_that_its_chunk_reads() -> None:
+    """The least recently used rows go first; those of the chunk's own items are kept."""
+    rig = make_rig(table_rows=16, encode_budget=10, max_context=40, token_budget=32)
+    for name in "xy":
+        run_in_turn(rig, with_image(name, 6, patches=6))
+    tokens = [*[PLACEHOLDER] * 6, 1, *[PLACEHOLDER] * 6, 2]
+    rig.add(tokens, FEW, media=[make_item("z", PlaceholderRun(0, 6), patches=6), make_item("x", PlaceholderRun(7, 6), patches=6)])
+    rig.run()  # the rig checks the budget of each step
+    assert len(rig.encoded) == 3
+
+
 def test_small_items_do_not_delay_a_large_one_for_ever() -> None:
     """A request that waits for the encoder has its turn before new ones."""
     rig = make_rig(encode_budget=10, max_running=4, token_budget=32, num_pages=129)
@@ -156,6 +168,168 @@ def test_rows_that_a_failed_step_did_not_encode_void_later_steps() -> None:
     rig.run()
     assert len(rig.encoded) >= 2
     assert all(request.finish is not None for request in rig.requests.values())
+
+
+COST = EncoderCost(num_layers=6, patch=4.0, pair=0.0)
+
+
+def make_streams(*, cost: EncoderCost = COST, token_budget: int = 32, encode_budget: int = 64, **changes: Any) -> MediaRig:
+    """A rig with a request that decodes."""
+    plan = MediaPlan(table_rows=64, encode_budget=encode_budget, modalities=("image",), costs={"image": cost})
+    rig = MediaRig(plan, config(token_budget=token_budget, num_pages=129, max_running=4, **changes), InOrder())
+    rig.add(prompt(3), params(max_tokens=30))
+    rig.step()
+    return rig
+
+
+def advance(rig: MediaRig) -> ScheduledBatch:
+    batch = rig.scheduler.schedule_batch(rig.now)
+    assert batch is not None
+    rig._in_flight.append((batch, rig.runner.launch(batch)))
+    rig.commit()
+    return batch
+
+
+def add_image(rig: MediaRig, name: str = "x", patches: int = 24, before: int = 4) -> str:
+    tokens, items = with_image(name, before=before, patches=patches)
+    return rig.add(tokens, FEW, media=items)
+
+
+def test_a_large_item_is_divided_beside_decodes() -> None:
+    """It costs 96 tokens, and a step takes 32: two layers each. No step has prompts beside them
+    but the first, and each has a token of the stream."""
+    rig = make_streams()
+    add_image(rig)
+    parts = []
+    for _ in range(5):
+        batch = advance(rig)
+        assert batch.num_decodes == 1
+        parts.append([(order.first_layer, order.stop_layer) for order in batch.encodes] or len(batch.token_ids))
+    # the text before the image takes 4 of the 32 tokens
+    assert parts == [[(0, 1)], [(1, 3)], [(3, 5)], [(5, 0)], 12]
+    rig.run()
+    assert rig.scheduler.get_load()["media_divided"] == rig.scheduler.get_load()["media_encoded"] == 1
+
+
+def test_a_step_without_decodes_divides_nothing_and_ends_a_division() -> None:
+    rig = make_streams()
+    add_image(rig)
+    rig.step()
+    rig.scheduler.abort(["request-0"])
+    rig.step()
+    assert (rig.num_parts, len(rig.encoded)) == (2, 1)
+    rig.run()
+    assert rig.media._num_encoded == 1
+    assert rig.media._num_divided == 0
+
+
+def test_prompts_leave_a_quarter_to_layers() -> None:
+    rig = make_streams()
+    add_image(rig)
+    rig.add(prompt(40), FEW)
+    seen = []
+    for _ in range(3):
+        batch = advance(rig)
+        seen.append((len(batch.token_ids), [order.stop_layer - order.first_layer for order in batch.encodes]))
+    assert seen == [(32, [1]), (12, [1]), (0, [2])]
+    rig.run()
+
+
+@pytest.mark.parametrize("how", ["abort", "preempt", "fail"])
+def test_a_division_that_ends_early_leaves_nothing(how: str) -> None:
+    rig = make_streams()
+    rid = add_image(rig)
+    rig.step()
+    held = rig.media._division
+    assert held is not None and rig.layers == (held.item.digest, 1)
+    if how == "abort":
+        rig.scheduler.abort([rid])
+    elif how == "preempt":
+        request = next(each for each in rig.scheduler._running.requests if each.rid == rid)
+        rig.scheduler._planner.preempt(request)
+        rig.scheduler.abort([rid])
+    else:
+        rig.fails_next = True
+        rig.step()
+        rig.scheduler.abort([rid])
+    assert rig.media._division is None
+    assert rig.media._table.num_used_rows == 0
+    rig.step()
+    assert rig.layers is None
+    rig.run()
+
+
+def test_one_item_is_divided_at_a_time() -> None:
+    """Also where two requests have it; the next one waits for rows and layers."""
+    rig = make_streams(max_context=60)
+    for name in "xxy":
+        add_image(rig, name)
+    rig.run()
+    assert rig.media._num_divided == 2
+    assert len(rig.encoded) == 2
+
+
+def test_small_items_do_not_wait_for_a_divided_one() -> None:
+    """Nor for a second request that has it."""
+    rig = make_streams(max_context=60)
+    for name, patches in (("x", 24), ("x", 24), ("y", 1)):
+        add_image(rig, name, patches)
+    advance(rig)
+    assert with_image("y")[1][0].digest in rig.encoded
+    rig.run()
+
+
+def test_small_items_are_encoded_whole_within_the_time_of_a_step() -> None:
+    rig = make_streams()
+    for name in "xyz":
+        add_image(rig, name, patches=4)
+    batch = advance(rig)
+    assert [(order.item.patches, order.stop_layer) for order in batch.encodes] == [(4, 0), (4, 0)]
+    rig.run()
+    assert rig.num_parts == 0
+
+
+def test_an_item_above_what_the_device_may_hold_is_encoded_whole() -> None:
+    rig = make_streams(encode_budget=8)
+    add_image(rig, patches=33)
+    rig.run()
+    assert (rig.num_parts, len(rig.encoded)) == (0, 1)
+
+
+def test_the_request_of_a_divided_item_is_retried_alone_and_no_stream_ends() -> None:
+    """Its item fails after its first layers: beside a stream, which is the only row of the step,
+    and alone."""
+    rig = make_streams()
+    rid = add_image(rig, before=0)
+    launch = rig.runner.launch
+
+    def fail_encodes(batch: Any) -> Any:
+        rig.fails_next = any(order.first_layer > 0 or not order.stop_layer for order in batch.encodes)
+        return launch(batch)
+
+    rig.runner.launch = fail_encodes  # type: ignore[method-assign]
+    rig.run()
+    finishes = {each: request.finish for each, request in rig.requests.items()}
+    assert finishes[rid] is not None and finishes[rid].error == FAILED
+    assert finishes["request-0"] is not None and finishes["request-0"].error is None
+    assert rig.num_parts == 2
+
+
+def test_the_latency_budget_counts_what_is_encoded() -> None:
+    noted = list[float]()
+    rig = make_streams()
+    rig.media._note_encoded = noted.append
+    add_image(rig)
+    rig.run()
+    assert noted == [16.0, 32.0, 32.0, 16.0]
+
+
+def test_updated_weights_encode_again() -> None:
+    rig = make_rig(page_size=1)
+    assert run_in_turn(rig, with_image("x")) == [0]
+    rig.scheduler.change_weights(keeps_running=False)
+    assert run_in_turn(rig, with_image("x")) == [0, 0]
+    assert len(rig.encoded) == 2
 
 
 def test_placeholders_are_not_drafted() -> None:

@@ -13,8 +13,8 @@ from hypothesis.stateful import initialize, rule
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.media import MediaItem, PlaceholderRun
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.interfaces.step_media import MediaPlan
 from frame.core.scheduling.scheduler import SchedulerConfig
+from frame.interfaces.modality import EncoderCost, MediaPlan
 from frame.testing.fake_runner import continuation
 from frame.testing.scheduler_rig import InOrder
 from tests.core.scheduling.rig_machine import RigMachine
@@ -62,6 +62,7 @@ class MediaMachine(RigMachine):
         rows=st.sampled_from([6, 8, 12, 32]),
         block=st.sampled_from([1, 2]),
         encode_budget=st.sampled_from([2, 5, 8, 100]),
+        cost=st.sampled_from([None, EncoderCost(3, 1.0, 0.0), EncoderCost(5, 2.0, 0.5)]),
         whole_items=st.booleans(),
         rotary_positions=st.booleans(),
         share=st.sampled_from([0.0, 0.5]),
@@ -70,11 +71,13 @@ class MediaMachine(RigMachine):
     )
     def start(
         self, page_size: int, slots: int, budget: int, pool: int, overlap: bool, prefix_cache: bool, rows: int, block: int,
-        encode_budget: int, whole_items: bool, rotary_positions: bool, share: float, min_shared_tokens: int, drafts: object,
+        encode_budget: int, cost: EncoderCost | None, whole_items: bool, rotary_positions: bool, share: float,
+        min_shared_tokens: int, drafts: object,
     ) -> None:  # fmt: skip
         plan = MediaPlan(
-            table_rows=rows, encode_budget=encode_budget, modalities=("image",), whole_items=whole_items, rotary_positions=rotary_positions
-        )
+            table_rows=rows, encode_budget=encode_budget, modalities=("image",), whole_items=whole_items, rotary_positions=rotary_positions,
+            costs={} if cost is None else {"image": cost},
+        )  # fmt: skip
         config = SchedulerConfig(
             page_size=page_size, num_pages=1 + pool // page_size, max_running=slots, token_budget=budget, max_context=36,
             vocab_size=VOCAB, eos_ids=(EOS,), overlap=overlap, short_prompt_share=share, min_shared_tokens=min_shared_tokens,

@@ -16,7 +16,7 @@ from frame.core.interfaces.platform import HOST
 from frame.entrypoints.processes.join_groups import Groups, Place, join_groups
 from frame.media.encoder import find_width
 from frame.parallel.rank_watch import RankWatch
-from tests.media.vision_rig import LAYOUTS, Prompt, VisionRig
+from tests.media.vision_rig import LAYOUTS, Prompt, VisionRig, divide
 from tests.models.ranks import ThreadGroup, on_ranks
 
 
@@ -26,12 +26,15 @@ def make_prompts(folder: Path) -> list[Prompt]:
 
 
 def run(rig: VisionRig, prompts: list[Prompt]) -> list[list[int]]:
-    """Text, then an item in two chunks beside its decodes. -> the tokens of both."""
+    """Text, then the layers of an item in two steps beside its decodes, and two chunks. -> the
+    tokens of both."""
     text, images = prompts
     rows, orders = images.make_rows([4, 40]), images.make_orders([4, 40])
     steps = [
         rig.run_chunk(0, text, slice(0, 3), text.make_rows([])),
-        rig.run_chunk(1, images, slice(0, 9), rows, [0], orders),
+        rig.decode([0], divide(orders[:1], 0, 2)),
+        rig.decode([0], divide(orders[:1], 2, 0)),
+        rig.run_chunk(1, images, slice(0, 9), rows, [0], orders[1:]),
         rig.run_chunk(1, images, slice(9, len(rows)), rows, [0]),
         *(rig.decode([0, 1]) for _ in range(4)),
     ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from frame.core.messages import Finish, Generate
 from frame.core.scheduling.admission import Admission
 from frame.core.scheduling.request import Request
+from frame.core.scheduling.running import StepPlan
 from frame.media.sequence_encoder import SequenceEncoder
 from tests.core.scheduling.small_rig import config, params, prompt
 from tests.media.media_rig import make_item
@@ -43,7 +45,7 @@ def test_an_item_is_encoded_once_until_the_request_leaves() -> None:
     for leaves in (False, False, True, False):
         request.slot = 2
         media.schedule_chunk(request, 0, 2, 0)
-        orders.append(len(media.take_inputs([], 2).get("encodes", [])))
+        orders.append(len(media.take_inputs(StepPlan(np.empty(0, np.intp)), 2).get("encodes", [])))
         if leaves:
             media.release(request)
     assert orders == [1, 0, 0, 1]

@@ -7,11 +7,12 @@ Knows no scheduler: rows, positions and chunks are what a test says.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -20,17 +21,18 @@ from frame.core.execution.model_runner import TorchModelRunner
 from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.media import EncodeOrder, MediaItem, PlaceholderRun
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.interfaces.step_media import MediaPlan
 from frame.entrypoints.configuration.prepare import prepare
 from frame.entrypoints.processes.build_engine import Place, create_platform, load_parts
 from frame.entrypoints.processes.components import RunnerPlan, build_runner
 from frame.entrypoints.processes.join_groups import join_groups
+from frame.interfaces.modality import MediaPlan
 from frame.media.files import write_features
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from tests.core.execution.test_model_runner import Script
 
 PLACEHOLDER = 5  # token id
 CHANNELS = 6  # of a row of pixels
+NUM_LAYERS = 5  # of the encoder
 _PLAN = MediaPlan(table_rows=96, encode_budget=256, modalities=("image",))
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {  # checkpoint, rotary settings, DeepStack layers
     "interleaved": ("Qwen3ForCausalLM", {"mrope_section": [4, 4, 4], "mrope_interleaved": True}, 2),
@@ -55,6 +57,18 @@ def add_encoder(target: Any, num_deep: int) -> Any:
         def encode(self, modality: str, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
             self.encoded = [*getattr(self, "encoded", []), (modality, len(items))]
             return [project(item["pixels"], self.encoder_width).to(self.context.dtype) for item in items]
+
+        def encode_by_layer(self, modality: str, item: Mapping[str, torch.Tensor]) -> Generator[None, None, torch.Tensor]:
+            self.num_passed = getattr(self, "num_passed", 0)
+            try:
+                for _ in range(NUM_LAYERS - 1):
+                    self.num_passed += 1
+                    yield
+                self.num_passed += 1
+                return self.encode(modality, [item])[0]
+            except GeneratorExit:
+                self.num_closed = getattr(self, "num_closed", 0) + 1
+                raise
 
     return Vision
 
@@ -106,6 +120,11 @@ class Prompt:
             EncodeOrder(item, np.arange(start, start + item.num_rows, dtype=np.int32)[::-1].copy())
             for item, start in zip(self.items, first, strict=True)
         ]
+
+
+def divide(orders: Sequence[EncodeOrder], first: int, stop: int) -> list[EncodeOrder]:
+    """Some layers of the items of these orders."""
+    return [msgspec.structs.replace(order, first_layer=first, stop_layer=stop) for order in orders]
 
 
 class VisionRig:
@@ -206,6 +225,6 @@ class VisionRig:
         tokens: list[int] = result.token_ids.tolist()
         return tokens
 
-    def decode(self, slots: Sequence[int]) -> list[int]:
-        tokens: list[int] = self.script.run(decodes=list(slots)).token_ids.tolist()
+    def decode(self, slots: Sequence[int], orders: Sequence[EncodeOrder] = ()) -> list[int]:
+        tokens: list[int] = self.script.run(decodes=list(slots), encodes=list(orders)).token_ids.tolist()
         return tokens

@@ -193,6 +193,26 @@ FAMILIES: Mapping[str, Family] = {
         {"mm_tokens_per_image": 4},
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     ),
+    "Gemma4ForConditionalGeneration": Family(
+        "gemma4",
+        {
+            "head_dim": 16, "global_head_dim": 24, "sliding_window": 8, "tie_word_embeddings": True, "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 384, "num_kv_shared_layers": 1, "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        },
+        {"vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 256}},
+        {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
+        ("<bos>", "<eos>", "<pad>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|video|>"),
+        ("<|turn>", "\n", "<turn|>\n"),
+        {"image": "<|image|>"},
+        {"processor_class": "Gemma4Processor"},
+        {
+            "preprocessor_config.json": {
+                "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3
+            }
+        },
+        named={"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+    ),
     "LlavaOnevisionForConditionalGeneration": Family(
         "llava_onevision",
         {"model_type": "qwen2"},

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 Item = dict[str, torch.Tensor]
 
@@ -43,6 +44,16 @@ def make_items(folder: Path, modality: str) -> list[Item]:
         return [
             {"pixel_values": torch.randn(count, 3, 56, 56, generator=draw), "image_sizes": torch.tensor([size])} for count, size in tiles
         ]
+    if family == "gemma4":  # padded to as many patches as the processor's largest picture
+        side, patches = vision["patch_size"], 72
+        items = []
+        for width, height in ((6, 3), (3, 9)):
+            grid = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(1)
+            padding = patches - len(grid)
+            positions = torch.cat([grid, torch.full((padding, 2), -1)])[None]
+            pixels = torch.rand(len(grid), 3 * side**2, generator=draw)
+            items.append({"pixel_values": F.pad(pixels, (0, 0, 0, padding))[None], "image_position_ids": positions})
+        return items
     counts = (1, 3) if family in ("internvl", "llama4") else (1, 1)
     return [{"pixel_values": torch.randn(count, 3, 56, 56, generator=draw)} for count in counts]
 

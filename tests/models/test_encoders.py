@@ -4,10 +4,12 @@ logits of prompts that hold them."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from frame.config.resolution.media import find_cost
 from frame.core.errors import CheckpointError, ConfigurationError
-from frame.core.interfaces.media import HasEncoders, MediaRows, MediaSpans, RotaryPositions
+from frame.core.interfaces.media import DividesEncoders, HasEncoders, MediaRows, MediaSpans, RotaryPositions
 from tests.models.harness import Session, open_session
 from tests.models.media_checkpoints import FAMILIES, load_media_reference, make_media_checkpoint
 from tests.models.media_inputs import Item, Prompt, join_items, make_items, make_prompt
@@ -145,6 +148,66 @@ def test_bits_depend_on_no_other_item_and_row(media_checkpoint: Make, architectu
     expected = run(1, [slice(0, count)], [])
     assert torch.equal(run(2, [slice(0, 9), slice(9, count)], [7, 8, 9, 10, 11]), expected)
     assert torch.equal(run(3, [slice(0, count - 1), slice(count - 1, count)], []), expected)  # a decode at the end
+
+
+def finish(layers: Generator[None, None, torch.Tensor]) -> tuple[int, torch.Tensor]:
+    """-> how often it stops, and the rows."""
+    for count in itertools.count():
+        try:
+            next(layers)
+        except StopIteration as ended:
+            return count, ended.value
+    raise AssertionError
+
+
+def count_threads() -> int:
+    return sum(thread.name == "encoder layers" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(("architecture", "modality"), CASES)
+def test_layers_with_pauses_have_the_bits_of_one_call(media_checkpoint: Make, architecture: str, modality: str) -> None:
+    """Also beside another item in the middle of its layers, and one that is encoded whole."""
+    folder = media_checkpoint(architecture)
+    items = make_items(folder, modality)
+    session = open_session(folder, encoders=True)
+    assert isinstance(session.model, DividesEncoders)
+    expected = [encode(session, modality, [item])[0] for item in items]
+    config = json.loads((folder / "config.json").read_text())
+    cost = find_cost(config["audio_config" if modality == "audio" else "vision_config"], session.model_config)
+    assert cost is not None
+    first, second = (session.model.encode_by_layer(modality, item) for item in items)
+    next(first)
+    next(second)
+    assert torch.equal(encode(session, modality, [items[0]])[0], expected[0])
+    for layers, rows in zip((first, second), expected, strict=True):
+        stops, computed = finish(layers)
+        assert stops + 2 == cost.num_layers == 2  # one stop was before
+        assert torch.equal(computed, rows)
+    assert not count_threads()
+
+
+def test_layers_that_are_not_wanted_any_more(media_checkpoint: Make) -> None:
+    folder = media_checkpoint("Qwen3VLForConditionalGeneration")
+    item = make_items(folder, "image")[0]
+    model: Any = open_session(folder, encoders=True).model
+    model.encode_by_layer("image", item).close()
+    layers = model.encode_by_layer("image", item)
+    next(layers)
+    assert count_threads() == 1
+    layers.close()
+    assert not count_threads()
+    assert not any(block._forward_pre_hooks for block in model.encoders.model.visual.blocks)
+
+
+def test_an_error_in_a_layer_is_raised_to_the_caller(media_checkpoint: Make) -> None:
+    folder = media_checkpoint("Qwen3VLForConditionalGeneration")
+    model: Any = open_session(folder, encoders=True).model
+    layers = model.encode_by_layer("image", make_items(folder, "image")[0])
+    next(layers)
+    model.encoders.model.visual.blocks[1].mlp = None
+    with pytest.raises(TypeError, match="NoneType"):
+        next(layers)
+    assert not count_threads()
 
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))

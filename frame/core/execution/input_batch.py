@@ -284,7 +284,7 @@ class InputBatch:
         num_host = len(batch.token_ids)
         if layout.num_tokens > self.max_graph_rows or len(layout.prompt_logprob_rows) or (num_host and self._keeps_step):
             return False
-        if batch.encodes or batch.media_rows is not None or batch.rotary_positions is not None:
+        if any(order.slot >= 0 for order in batch.encodes) or batch.media_rows is not None or batch.rotary_positions is not None:
             return False
         if num_host and self.groups is not None and self.groups.has_states:
             return False  # a state is read and written by one row of a step

@@ -7,7 +7,7 @@ batches and models. It must not know a file format, a processor or a plugin.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -64,6 +64,8 @@ class EncodeOrder(msgspec.Struct, frozen=True, array_like=True):
     item: MediaItem
     rows: np.ndarray  # int32 [item.num_rows]; where the output goes in the table of `MediaRows`
     slot: int = -1  # of an encoder-decoder model: the request slot whose block gets the keys and values
+    first_layer: int = 0  # earlier steps have computed those before it; -1: forget these layers, and compute none
+    stop_layer: int = 0  # a later step goes on with it; 0: the item is encoded to its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +125,16 @@ class HasEncoders(Protocol):
     def encoder_width(self) -> int:
         """Numbers in a row of the encoders' output: `hidden_size`, and once more for each decoder
         layer after which further rows are added (DeepStack, arXiv 2406.04334)."""
-        ...
 
     def encode(self, modality: str, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Encode several items of one modality together. items: each one's arrays on the device, by
         name, as the modality's plugin wrote them. -> of each item [rows, encoder_width], in the
         model's dtype. Called before the forward pass, in inference mode."""
-        ...
+
+
+@runtime_checkable
+class DividesEncoders(HasEncoders, Protocol):
+    """Optional protocol of models whose encoders several steps may share."""
+
+    def encode_by_layer(self, modality: str, item: Mapping[str, torch.Tensor]) -> Generator[None, None, torch.Tensor]:
+        """As `encode`, of one item, with the same bits. Yields after each layer but the last."""

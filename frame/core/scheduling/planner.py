@@ -66,7 +66,7 @@ class StepPlanner:
         slots, limit = self._schedule_decodes(now), self._config.token_budget
         if self.prompt_budget is not None:
             limit = self.prompt_budget.choose(step, len(slots), now)
-        plan = StepPlan(slots, budget=limit, limit=limit)
+        plan = StepPlan(slots, budget=limit, limit=limit, step=step)
         if self.speculation.is_active:
             self._schedule_drafts(plan)
         if self._exceeds_long_prompt_budget(plan.limit - int(plan.limit * self._config.short_prompt_share)):
@@ -114,7 +114,7 @@ class StepPlanner:
     def _plan_suspect(self, now: float) -> StepPlan:
         """Plan the next chunk of the first suspect alone; nothing if it does not fit beside the
         running requests, or if no suspect is left."""
-        plan = StepPlan(np.empty(0, np.intp), budget=self._config.token_budget, is_retry=True)
+        plan = StepPlan(np.empty(0, np.intp), budget=self._config.token_budget, is_retry=True, step=self._step)
         while self._suspects and not plan:
             request = self._suspects[0]
             if request.state == RequestStatus.WAITING:
@@ -241,7 +241,7 @@ class StepPlanner:
         if groups is not None and count > 0:
             count = groups.limit_chunk(start, count, end, request.branch)
         if request.media and count > 0:  # an item that must not be divided is more important than a checkpoint in it
-            count = self.media.limit_chunk(request, start, count) or self.media.limit_chunk(request, start, maximum)
+            count = self.media.limit_chunk(plan, request, start, count) or self.media.limit_chunk(plan, request, start, maximum)
         if self._config.whole_prompts and count < end - start:
             return
         if count <= 0 or not self._running.kv_manager.grow_row(slot, start + count):

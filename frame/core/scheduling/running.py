@@ -38,6 +38,7 @@ class StepPlan:
     limit: int = 0  # all prompt tokens that may be added
     is_retry: bool = False  # one request runs alone because a step with it failed
     has_device_drafts: bool = False  # the tokens of `drafts` are on the device
+    step: int = 0  # its number
 
     def __bool__(self) -> bool:
         return bool(self.chunks) or self.decode_slots.size > 0 or self.drafts is not None

@@ -212,7 +212,8 @@ class Scheduler:
         slots = rows | {setup.slot for setup in batch.setups}  # the device may lack these setups
         slots |= {request.slot for request in self._planner.media.fail_step(batch.step, running.requests)}
         requests = [request for slot in sorted(slots) if (request := running.table.requests[slot]) is not None]
-        ended = [request for request in requests if len(record.slots) == 1 and request.slot in rows]
+        is_alone = len(record.slots) == 1 and not any(order.first_layer or order.stop_layer for order in batch.encodes)
+        ended = [request for request in requests if is_alone and request.slot in rows]
         again = [request for request in requests if request not in ended]
         finish = Finish("error", error=error)
         for request in ended:
@@ -301,6 +302,7 @@ class Scheduler:
                 request.next_namespace = renewed
             else:
                 request.namespace = renewed
+        self._planner.media.fail_step(self._step, ())  # rows of other encoders
         if keeps_running:
             self.flush_cache()
         return num_preempted
@@ -429,7 +431,7 @@ class Scheduler:
             num_pending=pending,
             grammar_mask=mask,
             has_deferred_grammar_mask=waits,
-            **self._planner.media.take_inputs(plan.chunks, len(token_ids)),
+            **self._planner.media.take_inputs(plan, len(token_ids)),
         )
         rows = (slots, a.epoch[slots], num_computed, num_scheduled, samples)
         followed = (order is not None, limits, 0 if order is None else order.num_tokens)

@@ -19,7 +19,7 @@ from frame.core.interfaces.drafter import Drafter, Drafts, TreeShape
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
-from frame.core.scheduling.running import StepRecord
+from frame.core.scheduling.running import StepPlan, StepRecord
 
 _OFF = Finish("error", error="this server has no adapters; serve with --enable-lora", code="invalid_request", param="model")
 _NO_PAGES = np.empty(0, np.int32)
@@ -245,9 +245,9 @@ class RequestMedia(Protocol):
     def count_next(self, request: Request, start: int) -> int:
         """Tokens from `start` on that a chunk must hold together; 0: any number."""
 
-    def limit_chunk(self, request: Request, start: int, count: int) -> int:
+    def limit_chunk(self, plan: StepPlan, request: Request, start: int, count: int) -> int:
         """The tokens of a chunk, at most `count`, whose items have rows, or can get them, and can
-        be encoded in this step."""
+        be encoded in this step. The item after them may get rows, and be encoded by layers."""
 
     def schedule_chunk(self, request: Request, start: int, count: int, step: int) -> None:
         """A chunk that `limit_chunk` allowed is in the step: hold the rows of its items, and order
@@ -256,13 +256,13 @@ class RequestMedia(Protocol):
     def release(self, request: Request) -> None:
         """The request leaves the device."""
 
-    def take_inputs(self, chunks: Sequence[tuple[Request, int, int]], num_tokens: int) -> dict[str, Any]:
+    def take_inputs(self, plan: StepPlan, num_tokens: int) -> dict[str, Any]:
         """The fields of `ScheduledBatch` that concern media, of a step whose `token_ids` are
-        `num_tokens`, the last of them those of `chunks`."""
+        `num_tokens`, the last of them those of `plan.chunks`."""
 
     def fail_step(self, step: int, running: Sequence[Request]) -> list[Request]:
         """A step failed: nothing in the table is valid. -> requests with rows in later steps, which
-        may have read what is missing."""
+        may have read what is missing, and those whose items it or a later one encoded by layers."""
 
     def describe_load(self) -> dict[str, Any]:
         """Gauges and counters, named as in `Heartbeat`."""
@@ -284,10 +284,10 @@ class NoMedia:
     def count_next(self, request: Request, start: int) -> int:
         return 0
 
-    def limit_chunk(self, request: Request, start: int, count: int) -> int:
+    def limit_chunk(self, plan: StepPlan, request: Request, start: int, count: int) -> int:
         return count
 
-    def take_inputs(self, chunks: Sequence[tuple[Request, int, int]], num_tokens: int) -> dict[str, Any]:
+    def take_inputs(self, plan: StepPlan, num_tokens: int) -> dict[str, Any]:
         return {}
 
     def fail_step(self, step: int, running: Sequence[Request]) -> list[Request]:

@@ -136,9 +136,11 @@ def build_scheduler(
         max_pinned_pages=int(user.cache.session_share * (num_pages - RESERVED_PAGES)),
     )
     allocator = create_allocator(resolved, registry, pools)
-    features: dict[str, Any] = {"adapters": make_adapters(), "media": _create_media(resolved), "make_tiers": make_tiers}
-    if (target := user.scheduler.target_itl_ms) is not None:
-        features["prompt_budget"] = LatencyBudget(target / 1e3, config.token_budget)
+    target = user.scheduler.target_itl_ms
+    budget = None if target is None else LatencyBudget(target / 1e3, config.token_budget)
+    features: dict[str, Any] = {"adapters": make_adapters(), "media": _create_media(resolved, budget), "make_tiers": make_tiers}
+    if budget is not None:
+        features["prompt_budget"] = budget
     elif user.disaggregation.mode == "decode":
         features["prompt_budget"] = DecodeServerBudget(config.token_budget)
     scheduler = assemble_scheduler(config, cache, allocator, policy, clock, on_finish, **features)
@@ -182,7 +184,7 @@ def assemble_scheduler(
     return Scheduler(config, running, policy, features, clock, on_finish)
 
 
-def _create_media(resolved: Resolved) -> RequestMedia:
+def _create_media(resolved: Resolved, budget: LatencyBudget | None) -> RequestMedia:
     """What the scheduler does with media."""
     if resolved.model.encoder_length:
         from frame.media.sequence_encoder import SequenceEncoder
@@ -192,7 +194,9 @@ def _create_media(resolved: Resolved) -> RequestMedia:
         return NoMedia()
     from frame.media.media_scheduler import MediaScheduler
 
-    return MediaScheduler(resolved.media, resolved.chunked_prefill_size, whole_prompts=resolved.computes_whole_prompts)
+    note = None if budget is None else budget.note_encoded
+    whole_prompts = resolved.computes_whole_prompts
+    return MediaScheduler(resolved.media, resolved.chunked_prefill_size, whole_prompts=whole_prompts, note_encoded=note)
 
 
 def _overlaps_drafts(resolved: Resolved, registry: Registry, pools: Sequence[PagePool]) -> bool:

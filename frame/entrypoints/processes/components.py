@@ -168,7 +168,7 @@ def build_context(resolved: Resolved, parts: Parts, platform: Platform, groups: 
         kv_dtype=DTYPES[resolved.kv_dtype],
         plan=resolved.plan,
         deterministic=resolved.user.execution.deterministic,
-        media=None if resolved.media is None else MediaSizes(resolved.media.table_rows, resolved.media.encode_budget),
+        media=None if (media := resolved.media) is None else MediaSizes(media.table_rows, media.encode_budget, media.held_patches),
     )
     base = replace(base, track=track) if groups.tp.rank == 0 else base
     built: dict[str, Any] = {"attention": _build_attention(parts, base, resolved.model)}

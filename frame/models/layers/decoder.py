@@ -165,9 +165,12 @@ def _add_residual(norm: Norm | None, x: torch.Tensor | RankSum, residual: torch.
     return stream, stream
 
 
-def _add_media(media: MediaRows | None, layer: int, residual: torch.Tensor, selected: SelectedTokens | None = None) -> torch.Tensor:
-    """The residual stream after a layer, with further columns of media added to it (DeepStack)."""
-    if media is None or layer >= media.count_layers(hidden_size := residual.shape[1]):
+def _add_media(
+    media: MediaRows | None, layer: int, residual: torch.Tensor | None, selected: SelectedTokens | None = None
+) -> torch.Tensor | None:
+    """The residual stream after a layer, with further columns of media added to it (DeepStack).
+    None: the layer has none, and the model no such columns."""
+    if media is None or residual is None or layer >= media.count_layers(hidden_size := residual.shape[1]):
         return residual
     addition = media.get_addition(layer, hidden_size)
     return residual + (addition if selected is None else addition.index_select(0, selected.indices))
@@ -295,6 +298,7 @@ class Decoder(CausalLM, nn.Module):
         residual = _add_media(media, first + len(body), residual, selected)
         if self.norm is None:
             x = add_up(x)
+            assert residual is not None, "stages have layers with a residual stream"
             return (x if x.dim() == 2 else x.sum(1)) + residual
         hidden = self.norm.add_residual(x, residual)[0] if len(x) else add_up(x)
         if hidden_outputs is not None:

@@ -11,6 +11,7 @@ import copy
 import logging
 import math
 import re
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -139,10 +140,10 @@ class ImageModality(ProcessorModality):
         if settings["do_normalize"]:
             mean = np.broadcast_to(np.asarray(self._arguments.get("image_mean") or images.image_mean, np.float64), 3)
             deviation = np.broadcast_to(np.asarray(self._arguments.get("image_std") or images.image_std, np.float64), 3)
-        self._scaling = {
-            f"{_PIXELS}.scale": (factor / deviation).astype(np.float32),
-            f"{_PIXELS}.offset": (-mean / deviation).astype(np.float32),
-        }
+        scale, offset = (factor / deviation).astype(np.float32), (-mean / deviation).astype(np.float32)
+        if len(set(scale.tolist())) == len(set(offset.tolist())) == 1:  # then channels may have any place
+            scale, offset = scale[:1], offset[:1]
+        self._scaling = {f"{_PIXELS}.scale": scale, f"{_PIXELS}.offset": offset}
         try:
             return self._scaling if all(self._scales(np.random.default_rng(0), *size) for size in _SAMPLES) else None
         except (AttributeError, KeyError, ValueError):  # patches in another order
@@ -212,6 +213,14 @@ def _without_pixels(images: Any) -> Any:
 
     base = type(images)
     blank = copy.copy(images)
+    changes: dict[str, Any] = {"__module__": base.__module__}
+    if (find_size := getattr(sys.modules[base.__module__], "get_aspect_ratio_preserving_size", None)) is not None:
+
+        def resize(image: np.ndarray, resample: Any = None, **sizes: int) -> np.ndarray:
+            height, width = find_size(height=image.shape[-2], width=image.shape[-1], **sizes)
+            return np.broadcast_to(np.uint8(0), (len(image), height, width))
+
+        changes["aspect_ratio_preserving_resize"] = staticmethod(resize)
     if issubclass(base, backends.PilBackend):
-        blank.__class__ = type(base.__name__, (base, Shapes), {"__module__": base.__module__})
+        blank.__class__ = type(base.__name__, (base, Shapes), changes)
     return blank

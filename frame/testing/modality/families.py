@@ -54,6 +54,7 @@ ROWS: Mapping[str, Callable[[Arrays], int]] = {  # of the encoder's output, by f
     **dict.fromkeys(_GRIDS, _count_grid),
     "gemma3": _count_tiles(16), "llava": _count_tiles(16), "internvl": _count_tiles(4), "idefics3": _count_tiles(4),
     "pixtral": _count_sizes(16), "mistral3": _count_sizes(28),
+    "gemma4": lambda arrays: int((arrays["image_position_ids"] >= 0).all(-1).sum()) // 9,
 }  # fmt: skip
 
 
@@ -104,8 +105,11 @@ def _read_side(family: str) -> int:
 
 
 def _require_patches(layout: MediaLayout, arrays: Arrays, family: str, what: str) -> None:
-    pixels, side = arrays[_PIXELS], _read_side(family)  # [patches, channels, frames, side, side], or [tiles, channels, height, width]
-    positions = len(pixels) * (1 if pixels.ndim == 5 else math.prod(size // side for size in pixels.shape[-2:]))
+    # patches [n, channels, frames, side, side], tiles [n, channels, height, width], or
+    # pictures [n, patches, numbers of a patch]
+    pixels, side = arrays[_PIXELS], _read_side(family)
+    one = {5: 1, 3: pixels.shape[1]}.get(pixels.ndim) or math.prod(size // side for size in pixels.shape[-2:])
+    positions = len(pixels) * one
     assert layout.patches == positions, f"{what}: the layout counts {layout.patches} patches, and the encoder has {positions} positions"
 
 

@@ -81,6 +81,14 @@ FAMILIES: Mapping[str, Family] = {
         ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
         named={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     ),
+    "gemma4": Family(
+        "Gemma4ForConditionalGeneration",
+        {"model_type": "gemma4", "image_token_id": "<|image|>", "vision_config": {"patch_size": 4}},
+        {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3},
+        {"processor_class": "Gemma4Processor"},
+        ("<|image|>", "<|image>", "<image|>", "<|video|>"),
+        named={"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+    ),
     "llava_onevision": Family(
         "LlavaOnevisionForConditionalGeneration",
         {"model_type": "llava_onevision", "image_token_index": "<image>", "vision_config": {"patch_size": 14}},

@@ -70,6 +70,27 @@ def test_sizes_that_the_user_sets(model: ModelConfig) -> None:
     assert (resolved.media.table_rows, resolved.media.encode_budget, resolved.media.modalities) == (100, 7, ("image",))
 
 
+def test_images_in_both_directions_need_a_plugin_that_has_them(model: ModelConfig) -> None:
+    both = replace(model, config={**model.config, "use_bidirectional_attention": "vision"})
+    resolved = run(both)
+    assert resolved.media is None and "use_bidirectional_attention is vision" in resolved.reasons["media.enabled"]
+    assert run(both, make_records(media_spans=True)).media is not None
+    assert run(replace(both, config={**both.config, "use_bidirectional_attention": None})).media is not None
+    with pytest.raises(ResolveError, match=r"media.enabled is true, but use_bidirectional_attention is vision"):
+        run(both, media={"enabled": True})
+
+
+def test_encoders_that_steps_divide(model: ModelConfig) -> None:
+    tower = {"depth": 3, "hidden_size": 32, "intermediate_size": 48}
+    resolved = run(replace(model, full_config={**model.full_config, "vision_config": tower}))
+    assert resolved.media is not None
+    assert resolved.media.costs["image"] == resolved.media.costs["video"]
+    assert resolved.media.costs["image"].num_layers == 3
+    assert Resolved.model_validate_json(resolved.model_dump_json()).media == resolved.media
+    without = run(replace(model, full_config={**model.full_config, "vision_config": {"patch_size": 14}}))
+    assert without.media is not None and not without.media.costs
+
+
 def test_text_alone(model: ModelConfig) -> None:
     assert run(model, media={"enabled": False}).media is None
     assert run(model, make_records(())).media is None

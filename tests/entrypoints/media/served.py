@@ -12,8 +12,8 @@ from PIL import Image
 from frame.config.hardware import Hardware
 from frame.config.resolved import PluginChoice, Resolved
 from frame.config.schema import FrameConfig
-from frame.core.interfaces.step_media import MediaPlan
 from frame.entrypoints.configuration.prepare import prepare
+from frame.interfaces.modality import MediaPlan
 from frame.plugins.loader import load_configured
 from frame.testing.modality.folders import write_folder
 

@@ -112,7 +112,7 @@ class Reference:
             side = self._config["vision_config"]["patch_size"] * self._config["spatial_merge_size"]
             arguments["patch_size"] = {"height": side, "width": side}
         features = dict(self._processor(given, return_tensors="pt", **arguments))
-        for name in ("num_crops", "num_patches"):
+        for name in ("num_crops", "num_patches", "num_soft_tokens_per_image"):
             features.pop(name, None)
         if self.family == "llava_onevision":
             features["batch_num_images"] = torch.ones(len(images), dtype=torch.int64)

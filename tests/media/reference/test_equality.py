@@ -33,7 +33,7 @@ IMAGES = [name for name, family in FAMILIES.items() if "image" in family.placeho
 VIDEOS = [name for name in IMAGES if name.startswith("Qwen")]  # of others none are read yet
 SOUNDS = [name for name, family in FAMILIES.items() if "audio" in family.placeholders]
 # with pages of one token, all that earlier prompts have is hit; others have states or windows
-EXACT = [name for name in IMAGES if not name.startswith(("Qwen3_5", "Gemma3"))]
+EXACT = [name for name in IMAGES if not name.startswith(("Qwen3_5", "Gemma"))]
 DRAFTED = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 FILE_SETTINGS = ("default", "chunks of 16, pages of 1", "chunks of 64, pages of 16", "ngram", "tp 2", "pp 2")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "preemption": {"max_total_tokens": 448, "max_running_requests": 8, "chunked_prefill_size": 32, "max_model_len": 320},
     "no prefix cache": {"prefix_cache": "none", "chunked_prefill_size": 16},
     "small table": {"media_table_rows": 128, "chunked_prefill_size": 64},
-    "small budget": {"media_encode_budget": 16},
+    "small budget": {"media_encode_budget": 12},  # beside decodes, items are encoded by layers
     "ngram": {"speculative_algorithm": "ngram", "speculative_adaptive": False, "chunked_prefill_size": 16},
     "suffix": {"speculative_algorithm": "suffix", "page_size": 1},
     "tp 2": {"tp": 2, "chunked_prefill_size": 16},
@@ -55,6 +55,9 @@ ALWAYS = {
     ("Qwen3VLForConditionalGeneration", "ngram"),
     ("Gemma3ForConditionalGeneration", "chunks of 64, pages of 16"),
     ("InternVLForConditionalGeneration", "preemption"),
+    ("Qwen3VLForConditionalGeneration", "small budget"),
+    ("Gemma3ForConditionalGeneration", "small budget"),
+    ("Gemma4ForConditionalGeneration", "chunks of 16, pages of 1"),
 }
 Made = Callable[[str], Checkpoint]
 
@@ -64,6 +67,7 @@ def make_cases(architectures: list[str], names: list[str]) -> list[Any]:
         pytest.param(architecture, name, marks=[] if (architecture, name) in ALWAYS else pytest.mark.soak, id=f"{architecture}-{name}")
         for architecture in architectures
         for name in names
+        if (architecture, name) != ("Gemma4ForConditionalGeneration", "pp 2")  # whose later layers read keys of earlier ones
     ]
 
 
@@ -95,6 +99,8 @@ def test_images(architecture: str, settings: str, made: Made) -> None:
         for outputs in passes:
             checkpoint.expected.check(engine, prompts, outputs)
     assert settings != "preemption" or info["preempted"] > 0
+    is_held = not architecture.startswith("Gemma4")  # whose pictures all have more patches than the device holds at this budget
+    assert settings != "small budget" or info["media_divided"] > 0 or not is_held
     assert settings not in ("ngram", "suffix") or info["drafted_tokens"] > 0
     assert settings in ("no prefix cache", "chunks of 16, pages of 64") or sum(output.cached_tokens for output in passes[1]) > 0
 

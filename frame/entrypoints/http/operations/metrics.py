@@ -200,6 +200,7 @@ class ServerMetrics:
             yield _gauge("media_used_rows", "Those that hold an item, with or without requests.", load.media_used_rows)
             yield _counter("media_encoded", "Items that were encoded.", load.media_encoded)
             yield _counter("media_reused", "Items that were in the table when a request read them.", load.media_reused)
+            yield _counter("media_divided", "Items that several steps encoded, some layers each.", load.media_divided)
 
     def _read_tiers(self) -> Iterator[Metric]:
         load = self._services.client.load
