@@ -130,7 +130,8 @@ class Triton(MoERunner):
         """Use `tiles` in the batch-invariant mode if they give the bits of `FIXED_TILES`, with few
         tokens for each expert and with three times as many."""
         values = layer.first.values
-        x = torch.randn(len(ids), values.shape[2], device=values.device).to(values.dtype)
+        generator = torch.Generator(values.device).manual_seed(0)
+        x = torch.randn(len(ids), values.shape[2], device=values.device, generator=generator).to(values.dtype)
         for some in (ids, ids // 3):
             pairs = Pairs(some, torch.ones(ids.shape, device=ids.device))
             if not torch.equal(self._multiply(x, pairs, layer, tiles), self._multiply(x, pairs, layer, FIXED_TILES)):
