@@ -43,7 +43,7 @@ test: lint  ## set up, lint, check types, run the tests: of products of paramete
 	tests=$$?; wait $$types; types=$$?; cat build/mypy.log; exit $$((tests | types))
 
 test-full: SELECTED := -m "not soak"
-test-full: test  ## the same with all cases of the products: weekly, and before a release
+test-full: test  ## the same with all cases of the products: before a release
 
 test-gpu: $(STAMPS)/dev  ## the tests that need a GPU, of every backend, in processes side by side on one card
 	TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu -m "gpu and not alone" -n $(GPU_WORKERS) --dist worksteal $(ARGS)

@@ -3,7 +3,7 @@ or interpreted from its definition on.
 
 The interpreter takes milliseconds for each program of a kernel's grid, on one core. As a plugin of
 that process, this module removes repeated work of the interpreter, and runs a part of each
-product of parameters: `tests/gpu` runs all on a GPU, `make soak` here.
+product of parameters: `tests/gpu` runs all on a GPU, `make test-full` here.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from frame.kernels.lora.row_tiles import choose_block, group_rows
 from frame.kernels.moe.expert_deltas import shrink_sorted
 
 _FIXED_BLOCK = 32  # rows of a tile
+_PROVEN_PAGES = 1, 2, 4  # of an adapter; more are added in a loop, as those of four
+_PROVEN_ROWS = 2 * _FIXED_BLOCK + 5 if kernels.INTERPRETED else 525  # which PyTorch sorts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,16 +155,24 @@ class FixedDeltas(TiledDeltas):
         if form in self._proven:
             return
         self._proven.add(form)
-        inputs, splits, dtype, device = form
+        for num_pages in _PROVEN_PAGES:
+            self._prove_pages(layer, num_pages)
+
+    def _prove_pages(self, layer: LayerPages, num_pages: int) -> None:
+        """With places of so many pages, of which programs take several at a time."""
+        inputs, splits, dtype, device = layer.a.shape[-1], layer.splits, layer.a.dtype, layer.a.device
         random = torch.Generator("cpu").manual_seed(0)
 
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=random).to(device, dtype)
 
-        numbers = torch.tensor([[1, 0], [2, 3]], dtype=torch.int32, device=device)
-        factors = torch.ones(2, sum(splits), device=device), torch.zeros_like(numbers[0])
-        drawn = LayerPages(draw(4, len(splits), PAGE_RANKS, inputs), draw(4, 1, sum(splits), PAGE_RANKS), splits, numbers[:, 0], *factors)
-        rows = 2 * _FIXED_BLOCK + 5
+        pages = [[1, *[0] * (num_pages - 1)], [*range(2, 2 + num_pages)]]
+        numbers = torch.tensor(pages, dtype=torch.int32, device=device)
+        counts = torch.tensor([1, num_pages], dtype=torch.int32, device=device)
+        factors, size = (torch.ones(2, sum(splits), device=device), torch.zeros_like(counts)), 2 + num_pages
+        a, b = draw(size, len(splits), PAGE_RANKS, inputs), draw(size, 1, sum(splits), PAGE_RANKS)
+        drawn = LayerPages(a, b, splits, counts, *factors)
+        rows = _PROVEN_ROWS
         x, places = draw(rows, inputs), torch.arange(rows, dtype=torch.int32, device=device) % 3 - 1
 
         def compute(some: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STALLED_WAIT = 0.001  # seconds between attempts while requests wait but none can run (blocks arriving, grammar compiling)
+STALLED_WAIT, NUM_SHORT_WAITS = 0.005, 100  # seconds between attempts while requests wait but none can run; the first ones: a fifth
 SELF_CHECK_DELAY = 0.2  # seconds of idleness before the self-check, so that it does not delay a request that follows at once
 MIN_HEARTBEAT = 0.1  # seconds between two heartbeats of a busy engine
 MAX_FAILURES = 3  # steps in a row that may fail before the device counts as lost; retries of their requests do not count
@@ -199,6 +199,7 @@ class Engine:
         self.adapters = self.options.adapters
         self._stopping = False
         self._is_checked = False  # no step has run since the last self-check
+        self._num_stalls = 0  # attempts since the last step
         self._audit: Iterator[None] | None = None  # the self-check in progress
         self._failures = 0
         self._last_heartbeat = 0.0
@@ -238,6 +239,7 @@ class Engine:
             progress = is_changing or launched is not None or in_flight is not None
             if in_flight is not None:
                 self._commit(in_flight)
+                self._num_stalls = 0
             if is_changing:
                 if self.runner.can_switch_backend:
                     self.runner.switch_backend()
@@ -256,7 +258,8 @@ class Engine:
         if self.states.is_due:
             return 0.0
         if is_waiting or not self.scheduler.is_idle or self.grammars or self.adapters:
-            return STALLED_WAIT
+            self._num_stalls += 1
+            return STALLED_WAIT if self._num_stalls > NUM_SHORT_WAITS else STALLED_WAIT / 5  # blocks of a peer arrive within 0.1 s
         if not self._is_checked and self.options.check_integrity != "off":
             return SELF_CHECK_DELAY if self._audit is None else 0.0
         return self.options.heartbeat

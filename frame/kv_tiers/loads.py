@@ -22,6 +22,7 @@ from frame.kv_tiers.tier_set import NO_PAGES, TierSet
 if TYPE_CHECKING:
     import torch
 
+RETRY_SECONDS = 0.01  # between two tries to begin the load of a transfer, each of which takes pages and returns them
 DEADLINE_MARGIN = 1.0  # seconds that a request waits longer than the computation of its prefix takes
 MAX_EXTENSIONS = 4  # by this margin, of the wait for a peer that goes on to send blocks
 HASHED_BLOCKS = 8192  # most blocks that one call hashes, since a step waits meanwhile
@@ -99,6 +100,7 @@ class Wait:
     load: Load | None = None
     computes: bool = False  # it waits for no load until it has started
     deadline: float | None = None  # seconds of the clock; None: it has not waited
+    retry_at: float = 0.0  # seconds of the clock, before which it is not looked up again
     num_extensions: int = 0  # of the deadline
     num_received: float = 0.0  # bytes that peers had sent when the deadline was set
     loaded: dict[str, int] = field(default_factory=dict)  # tokens, by tier
@@ -145,7 +147,8 @@ class PrefixLoads:
         if not wait.computes and wait.load is None:
             if wait.deadline is not None and self._set.clock() >= wait.deadline:
                 wait.computes = True
-            else:
+                self.num_late += 1
+            elif self._set.clock() >= wait.retry_at:
                 self._look_up(request, wait)
         return wait.computes
 
@@ -206,7 +209,8 @@ class PrefixLoads:
                 return
             load = self._begin(request, tokens, chain, match, [min(each, end) for each in ends])
         if load is None:
-            wait.computes = request.transfer is None  # else it is tried again until the deadline
+            wait.computes = request.transfer is None or not request.transfer.host  # else it is tried again until the deadline
+            wait.retry_at = self._set.clock() + RETRY_SECONDS
             return
         load.rids.add(request.rid)
         wait.load = load

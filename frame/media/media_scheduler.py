@@ -101,8 +101,8 @@ class MediaScheduler:
             end = max(layout.find_run(end)[0], start)
         blocked = self._blocked if self._blocked is not None and self._blocked.request is not request else None
         blocks = self._table.num_available - (0 if blocked is None else blocked.blocks)
-        patches = self._patches + (0 if blocked is None else blocked.patches)
-        may_exceed = blocked is None and not self._orders  # an item above the budget is encoded alone
+        patches, reserved = self._patches, 0 if blocked is None else blocked.patches
+        may_exceed = not self._orders  # an item above the budget is encoded alone
         counted = set[ItemName]()
         for index in layout.find_items(start, end):
             need_blocks, need_patches = self._count_needs(layout, index)
@@ -111,11 +111,14 @@ class MediaScheduler:
             counted.add(layout.names[index])
             limit = find_limit(self._plan, layout.items[index].modality, plan)
             is_divided = limit < need_patches <= self._plan.held_patches and has_decodes(plan) and not self._whole_prompts
-            is_full = need_patches > limit - patches and not may_exceed
-            if is_divided and need_blocks <= blocks and self._divide(request, index):
+            is_held = index in layout.held  # what waits for rows waits for this one
+            left = limit - patches - (0 if is_held else reserved)
+            is_full = need_patches > max(left, 0) and not (may_exceed and (is_held or blocked is None))
+            has_rows = need_blocks <= max(blocks, 0)
+            if is_divided and has_rows and self._divide(request, index):
                 return max(int(layout.starts[index]) - start, 0)
-            if need_blocks > blocks or is_full or is_divided:
-                if self._blocked is None:
+            if not has_rows or is_full or is_divided:
+                if self._blocked is None and not (is_divided and has_rows):  # it waits for another one's layers alone
                     self._blocked = _Blocked(request, index, need_blocks, 0 if is_divided else min(need_patches, limit))
                 return max(int(layout.starts[index]) - start, 0)
             blocks, patches = blocks - need_blocks, patches + need_patches

@@ -8,6 +8,7 @@ runs at a time. So the layers compute what they would in one go, with the same b
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -55,6 +56,8 @@ class _Worker(threading.Thread):
 
     def abandon(self) -> None:
         """End the thread, which frees what it holds."""
+        if self.ident is None or sys.is_finalizing():  # it never started, or threads do not run any more
+            return
         if not self.is_done:
             self._is_abandoned = True
             self.advance()
@@ -76,9 +79,10 @@ def compute_by_layer(compute: Compute, layers: Sequence[nn.Module]) -> Generator
     """Yield whenever `compute` is about to call another of `layers`. -> what it returns. `compute`
     runs in another thread, with nothing of the caller's that belongs to a thread."""
     worker = _Worker(compute)
-    hooks = [layer.register_forward_pre_hook(worker.reach_layer) for layer in layers]
-    worker.start()
+    hooks = []
     try:
+        hooks += [layer.register_forward_pre_hook(worker.reach_layer) for layer in layers]
+        worker.start()
         worker.advance()
         while not worker.is_done:
             yield

@@ -14,7 +14,7 @@ FILES = sorted(file for file in Path(__file__).parent.glob("*.py") if not file.n
 FILES.append(Path(__file__).parents[1] / "attention_backends" / "test_triton_split_schedule.py")
 FILES.append(Path(__file__).parents[1] / "adapters" / "test_latent_layers.py")
 OF_OTHERS = [f"{Path(__file__).parents[1] / 'media' / 'test_encoder.py'}::test_a_resident_item_is_read_without_an_order"]
-NEED_A_GPU = {"fp8"}  # some of their tests need a GPU
+NEED_A_GPU = {"expert_deltas", "fp8"}  # some of their tests need a GPU
 
 
 @pytest.mark.slow

@@ -173,11 +173,13 @@ def test_rows_that_a_failed_step_did_not_encode_void_later_steps() -> None:
 COST = EncoderCost(num_layers=6, patch=4.0, pair=0.0)
 
 
-def make_streams(*, cost: EncoderCost = COST, token_budget: int = 32, encode_budget: int = 64, **changes: Any) -> MediaRig:
+def make_streams(
+    *, cost: EncoderCost = COST, token_budget: int = 32, encode_budget: int = 64, table_rows: int = 64, max_tokens: int = 30, **changes: Any
+) -> MediaRig:
     """A rig with a request that decodes."""
-    plan = MediaPlan(table_rows=64, encode_budget=encode_budget, modalities=("image",), costs={"image": cost})
+    plan = MediaPlan(table_rows=table_rows, encode_budget=encode_budget, modalities=("image",), costs={"image": cost})
     rig = MediaRig(plan, config(token_budget=token_budget, num_pages=129, max_running=4, **changes), InOrder())
-    rig.add(prompt(3), params(max_tokens=30))
+    rig.add(prompt(3), params(max_tokens=max_tokens))
     rig.step()
     return rig
 
@@ -276,6 +278,26 @@ def test_small_items_do_not_wait_for_a_divided_one() -> None:
         add_image(rig, name, patches)
     advance(rig)
     assert with_image("y")[1][0].digest in rig.encoded
+    rig.run()
+
+
+def test_small_items_do_not_wait_for_a_second_large_one() -> None:
+    rig = make_streams(max_context=60)
+    for name, patches in (("x", 24), ("z", 24), ("y", 1)):
+        add_image(rig, name, patches)
+    advance(rig)
+    assert with_image("y")[1][0].digest in rig.encoded
+    rig.run()
+
+
+def test_an_item_that_has_its_rows_does_not_wait_for_one_that_waits_for_rows() -> None:
+    """The table holds one of two large items, while a stream goes on."""
+    rig = make_streams(max_context=100, table_rows=12, max_tokens=80)
+    for name in "xz":
+        add_image(rig, name, patches=24)
+    for _ in range(40):
+        advance(rig)
+    assert len(rig.encoded) == 2
     rig.run()
 
 

@@ -50,6 +50,7 @@ def test_other_blocks_replace_those_of_before() -> None:
 def test_pages_are_locked_by_several_threads_at_a_time() -> None:
     meeting = threading.Barrier(4, timeout=20)
     HostCopy(lambda piece: meeting.wait(), PIECE).save(make_blocks(4 * PIECE))
+    assert not meeting.broken, "one thread locks pages after another"
 
 
 def test_memory_that_cannot_be_locked_is_used_unlocked(caplog: pytest.LogCaptureFixture) -> None:

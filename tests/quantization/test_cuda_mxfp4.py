@@ -135,7 +135,8 @@ def test_a_kernels_text_has_every_macro(monkeypatch: pytest.MonkeyPatch) -> None
     gemm = blocked_mxfp4.ExpertGemm(make_weight(MXFP4, 64, 64, experts=2, dtype=torch.bfloat16))
     x, ids = torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
     pairs = blocked_mxfp4.Pairs(ids, torch.ones(2, 1))
-    order: Any = blocked_mxfp4.Alignment(*[torch.zeros(8, dtype=torch.int32)] * 5, block=8)
+    zeros = torch.zeros(8, dtype=torch.int32)
+    order: Any = blocked_mxfp4.Alignment(*[zeros] * 3, 8, rows=zeros, counts=zeros)
     with pytest.raises(RuntimeError):
         gemm.multiply_few(x, None, pairs, None)
     with pytest.raises(RuntimeError):

@@ -22,7 +22,8 @@ def attend_sparse(
     layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, cached: CachedRows, slots: torch.Tensor, *, invariant: bool
 ) -> torch.Tensor:
     """As `AttentionBackend.run_mla`, absorbed. slots: int64 [tokens, keys], -1 for no key.
-    invariant: no token's bits depend on other tokens; all matmuls have sizes of the layer."""
+    invariant: no token's bits depend on other tokens. Each token is a matrix of batched matmuls, of
+    the layer's sizes; the conformance suite tests that their number changes no bit."""
     rank, scale = layer.kv_lora_rank, layer.spec.scale
     q = torch.cat((layer.absorb(q_nope), q_rope), -1)
     step, outs = max(1, GATHERED // (slots.shape[1] * q.shape[2])), []

@@ -187,7 +187,7 @@ class BlockMover(Protocol):
 
     def store(self, job: int, pages: np.ndarray, blocks: Sequence[Sequence[torch.Tensor | None]]) -> None:
         """Begin to copy the pages of these numbers, int32 [n], to each tier's buffers, [tiers][n].
-        They hold what the launched steps leave; no page may be written before `poll`."""
+        They hold what committed steps left; no later step may write to a page before `poll`."""
 
     def poll(self) -> list[int]:
         """The jobs whose copies have ended since the last call."""

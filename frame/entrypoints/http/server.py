@@ -414,6 +414,7 @@ class Server:
         if replica.client.dead_reason is not None and self._services.client.dead_reason is None:
             replica_report(replica.deployment)(f"{replica.client.dead_reason}; the other replicas go on")
             replica.deployment.kill_children([name for name in replica.deployment.names if not name.startswith("tokenizer-")])
+            replica.deployment.close_standby()
 
     async def _drain(self) -> None:
         """Refuse new requests, wait for those that run, and end the rest: with an error that a

@@ -30,6 +30,7 @@ from frame.entrypoints.logs import configured_writer
 from frame.entrypoints.processes.early_process import EarlyProcess, Standby
 from frame.entrypoints.processes.hang_dump import DUMP_SIGNAL
 from frame.host.child_process import is_stopped, start_process
+from frame.host.host_memory import measure_host_memory
 from frame.host.interpreter import python_command
 from frame.host.kept_memory import VARIABLE as KEPT_MEMORY
 from frame.host.kept_memory import create_memory, get_path
@@ -37,6 +38,7 @@ from frame.host.socket_directory import SocketDirectory
 from frame.interfaces.launcher import Launcher, LauncherContext, Placement, RankProcess
 from frame.plugins.registry import Registry
 
+STANDBY_BYTES = 1 << 30  # of host memory for a process of a restart, and four times as much for all else
 LOG_TIMEOUT = 0.5  # seconds to relay the last log lines of children that ended
 
 
@@ -232,10 +234,15 @@ class Deployment:
         self._resolved = self._resolved.with_weights(folder, version)
 
     def prepare_standby(self) -> None:
-        """Start the processes that the ranks of this host become when they are started again."""
-        if self.layout.standby:
+        """Start the processes that the ranks of this host become when they are started again, if it
+        has the memory."""
+        if self.layout.standby and measure_host_memory()[1] > STANDBY_BYTES * (self.layout.ranks + 4):
             roles = ["follower" if child.rank else "scheduler" for child in self.children.values() if child.is_rank and child.is_local]
             self._standby.prepare([python_command("-m", self.layout.module, role) for role in roles], self._log is not None)
+
+    def close_standby(self) -> None:
+        """End these processes: the ranks are not started again."""
+        self._standby.close()
 
     def kill_and_wait(self, names: Sequence[str]) -> None:
         """Kill these children, started or not, and wait for their end."""

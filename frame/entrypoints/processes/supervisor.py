@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from frame.core.blame import explain
 from frame.core.errors import EXIT_CONFIGURATION
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.processes.deployment import Child, Deployment
@@ -132,7 +133,10 @@ class Supervisor:
             self._handle_ready(unit)
         elif unit is self._engine and unit.state == "up" and not self._has_standby and now - unit.since >= STANDBY_DELAY:
             self._has_standby = True
-            self._deployment.prepare_standby()  # in the main thread, as `start_children`
+            try:
+                self._deployment.prepare_standby()  # in the main thread, as `start_children`
+            except Exception as error:  # noqa: BLE001 - a restart imports torch then
+                self._report(f"no processes wait for a restart of the engine: {explain(error)}")
 
     def _failure(self, unit: Unit, passed: float) -> str | None:
         """Why a unit has to be restarted; None if it has not."""

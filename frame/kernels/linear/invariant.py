@@ -79,6 +79,8 @@ def find_max_rows(multiply: Multiply, example: torch.Tensor) -> int:
                 f"on {device.type}; set it to false, or report the versions of PyTorch and its BLAS library."
             )
     expected = torch.cat([multiply(piece) for piece in few.split(TILE)])
+    if not expected.any():  # of a weight of zeros, which proves nothing
+        return TILE
     bound = min(_MAX_ROWS, _PROOF_BYTES // (expected[0].numel() * expected.element_size()))
     proven, end = TILE, time.perf_counter() + _PROOF_SECONDS
     for rows in _list_row_counts(bound):

@@ -111,6 +111,7 @@ class HostTier(ThreadedTier[HostJob]):
         super().close()
         self._pool.close(max(0.0, began + CLOSE_SECONDS - time.monotonic()))
         self._index = BlockIndex()
+        self._storing.clear()
 
     def _get_absent(self) -> torch.Tensor:
         if self._absent is None:

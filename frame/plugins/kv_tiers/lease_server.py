@@ -152,6 +152,10 @@ class LeaseServer:
 
     async def _hand_out(self, link: Link, channel: int, asked: Acquire, taken: set[str]) -> None:
         """Reply with the blocks of a lease once they are stored."""
+        with contextlib.suppress(OSError):  # the link has ended
+            await self._reply(link, channel, asked, taken)
+
+    async def _reply(self, link: Link, channel: int, asked: Acquire, taken: set[str]) -> None:
         lease = self._leases.get(asked.lease)
         if lease is None or lease.is_taken or lease.is_closed:
             link.post(REFUSAL, channel, NO_LEASE.encode())
@@ -167,5 +171,4 @@ class LeaseServer:
         count = self._agent.num_registered
         description = self._agent.describe() if count != asked.num_registered else b""
         addresses, digests = [block.buffer.data_ptr() for block in blocks], [block.digest for block in blocks]
-        with contextlib.suppress(OSError):
-            link.post(REPLY, channel, msgspec.msgpack.encode(Blocks(addresses, digests, count, description, self._agent.device)))
+        link.post(REPLY, channel, msgspec.msgpack.encode(Blocks(addresses, digests, count, description, self._agent.device)))

@@ -26,7 +26,7 @@ from frame.core.interfaces.platform import SupportsStreams
 from frame.plugins.kv_tiers import NixlTierOptions
 from frame.plugins.kv_tiers.buffers import GIB, BufferPool, compute_digest, count_blocks
 from frame.plugins.kv_tiers.device_buffers import DeviceChecksums, DevicePool
-from frame.plugins.kv_tiers.host import HostJob, HostTier, count_host_blocks
+from frame.plugins.kv_tiers.host import HostBlock, HostJob, HostTier, count_host_blocks
 from frame.plugins.kv_tiers.lease_server import Lease, LeaseServer
 from frame.plugins.kv_tiers.nixl_agent import NixlAgent
 from frame.plugins.kv_tiers.peer_links import LeasedBlocks, PeerLinks
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _ACQUIRE_SECONDS = 10.0  # in which a prefill server tells where blocks are; it may still be storing them
-_PIECE_BYTES = 512 << 20  # that are read before they are checked
+_PIECE_BYTES = 128 << 20  # that are read before they are checked
+_READ_SECONDS = 10.0  # in which a piece is read
 QUARANTINE_SECONDS = 10.0  # after a failed read, in which something may still write to its buffers
 PHASES = ("store", "acquire", "read", "check", "insert")
 _log = logging.getLogger(__name__)
@@ -264,6 +265,11 @@ class NixlTier(HostTier):
                 break
             lease.pinned.append(block)
 
+    def _drop_stored(self, block: HostBlock) -> None:
+        super()._drop_stored(block)
+        if self._server is not None:
+            self._server.note_change()
+
     def _unpin(self, lease: Lease) -> None:
         lease.is_closed = True
         for key, block in zip(lease.keys, lease.pinned, strict=False):
@@ -341,6 +347,8 @@ class NixlTier(HostTier):
             return {0: "the prefill server had no room for the blocks"}
         step = max(1, _PIECE_BYTES // self._context.block_bytes)
         for start in range(0, count, step):
+            if job.is_abandoned:
+                return {start: "nothing waits for the blocks any more"}
             if (error := self._read_piece(job, source, first, range(start, min(start + step, count)))) is not None:
                 return {error: "a block has changed on its way from the prefill server, or its lease has ended"}
         return {count: "the prefill server had no room for all blocks"} if count < len(job.keys) else {}
@@ -351,11 +359,11 @@ class NixlTier(HostTier):
         began, size = time.monotonic(), self._context.block_bytes
         buffers = [buffer for buffer in job.buffers[piece.start : piece.stop] if buffer is not None]
         theirs = source.addresses[first + piece.start : first + piece.stop]
-        ours, theirs, sizes = list_runs([buffer.data_ptr() for buffer in buffers], theirs, size)
+        ours, theirs, sizes = list_runs([buffer.data_ptr() for buffer in buffers], theirs, size, joins=self._checksums is not None)
         local = np.stack((ours, sizes, np.full_like(sizes, self._agent.device)), 1)
         remote = np.stack((theirs, sizes, np.full_like(sizes, source.device)), 1)
         job.is_doubtful = True
-        self._agent.read(source.agent, local, remote, self._is_closed.is_set)
+        self._agent.read(source.agent, local, remote, lambda: self._is_closed.is_set() or time.monotonic() > began + _READ_SECONDS)
         job.is_doubtful, end = False, time.monotonic()
         digests = self._compute_digests(buffers)
         wrong = next((index for index, digest in zip(piece, digests, strict=True) if digest != source.digests[first + index]), None)
@@ -395,11 +403,12 @@ class NixlTier(HostTier):
             self._links.release(incoming.transfer)
 
 
-def list_runs(ours: Sequence[int], theirs: Sequence[int], size: int) -> np.ndarray:
+def list_runs(ours: Sequence[int], theirs: Sequence[int], size: int, *, joins: bool = True) -> np.ndarray:
     """Blocks of `size` bytes at these addresses, uint64 [3, runs] of (ours, theirs, bytes): those
-    that follow one another on both sides are one run, since each run costs about 10 µs."""
+    that follow one another on both sides are one run, since each run costs about 10 µs. joins: the
+    memory of each side was registered in one piece, which a run may not leave."""
     addresses = np.array((ours, theirs), np.uint64)
-    starts = np.flatnonzero(np.append(True, (np.diff(addresses) != size).any(0)))
+    starts = np.flatnonzero(np.append(True, (np.diff(addresses) != size).any(0) | (not joins)))
     counts = np.diff(np.append(starts, len(ours))).astype(np.uint64)
     return np.vstack((addresses[:, starts], counts * np.uint64(size)))
 

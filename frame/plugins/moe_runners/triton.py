@@ -95,9 +95,11 @@ class Triton(MoERunner):
         layer = _Layer(first, _weights(experts, "down"), activation, experts)
         pairs, form = Pairs(tokens.ids.contiguous(), tokens.weights.contiguous()), (*first.values.shape, tokens.ids.shape[1])
         rows = len(tokens.x)
-        if rows > self._compiled_rows.get(form, 1) and self.context.device.type == "cuda" and not nvidia.is_capturing():
+        if rows > (compiled := self._compiled_rows.get(form, 1)) and self.context.device.type == "cuda" and not nvidia.is_capturing():
             self._compiled_rows[form] = rows
             for count in list_token_thresholds(form[-1], form[0], CHUNKS, rows - 1):  # variants of later steps
+                if count <= compiled:
+                    continue
                 self._run_with_deltas(tokens.x[:count], Pairs(pairs.ids[:count], pairs.weights[:count]), layer, gate_up, down)
         return self._run_with_deltas(tokens.x, pairs, layer, gate_up, down)
 
@@ -130,7 +132,10 @@ class Triton(MoERunner):
         """Use `tiles` in the batch-invariant mode if they give the bits of `FIXED_TILES`, with few
         tokens for each expert and with three times as many."""
         values = layer.first.values
-        x = torch.randn(len(ids), values.shape[2], device=values.device).to(values.dtype)
+        if not values.any():  # on which all tiles agree
+            return
+        generator = torch.Generator(values.device).manual_seed(0)
+        x = torch.randn(len(ids), values.shape[2], device=values.device, generator=generator).to(values.dtype)
         for some in (ids, ids // 3):
             pairs = Pairs(some, torch.ones(ids.shape, device=ids.device))
             if not torch.equal(self._multiply(x, pairs, layer, tiles), self._multiply(x, pairs, layer, FIXED_TILES)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 
 import torch
@@ -47,7 +47,7 @@ class HostCopy:
             kept = len(self._pieces)
             for number, cuts in groupby(_cut(blocks, self._piece), key=lambda cut: cut[0]):
                 if number >= kept:
-                    self._pieces.append(new[number - kept].result())
+                    self._pieces.append(self._take(new, number - kept))
                 for _, start, memory in cuts:
                     copy = self._pieces[number][start : start + len(memory)]
                     copy.copy_(memory, non_blocking=True)
@@ -57,6 +57,15 @@ class HostCopy:
         """Copy the values back, of which some transfers may run when it returns."""
         for memory, copy in self._parts:
             memory.copy_(copy, non_blocking=True)
+
+    def _take(self, new: Sequence[Future[torch.Tensor]], index: int) -> torch.Tensor:
+        """A new piece. If it could not be made, the later ones stay, because their pages are
+        locked."""
+        try:
+            return new[index].result()
+        except OSError:
+            self._pieces += [each.result() for each in new[index + 1 :] if each.exception() is None]
+            raise
 
     def _make_piece(self) -> torch.Tensor:
         piece = torch.frombuffer(allocate_pages(self._piece), dtype=torch.uint8)

@@ -37,7 +37,7 @@ class StateMixer(nn.Module):
     def __init__(
         self, context: BuildContext, layer: int, layout: MixLayout, conv: ShortConvolution, positions: StepPositions, minimum: float = 0.0
     ) -> None:
-        """The owner sets the parameters of `Gates`. least: see there."""
+        """The owner sets the parameters of `Gates`. minimum: see there."""
         super().__init__()
         if context.attention is None:
             raise TypeError("the build context of a model needs an attention backend")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,15 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._special = frozenset(special_ids.values())
         self._texts: dict[int, bytes] = {}
-        known = set(vocabulary.values())
-        texts = [self[token] if token in known else b"" for token in range(size)]
-        self._joined = np.frombuffer(b"".join(texts), np.uint8)
-        self._starts = np.concatenate(([0], np.cumsum([len(text) for text in texts]))).astype(np.int64)
-        self._texts.clear()
+        self._known, self._size = frozenset(vocabulary.values()), size
         self._lengths: dict[bytes, bytes] = {}  # by set
+
+    @cached_property
+    def _join(self) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes of all tokens one after another, and where each begins, with the end."""
+        texts = [self._read(token) if token in self._known else b"" for token in range(self._size)]
+        sizes = np.array([len(text) for text in texts], np.int64)
+        return np.frombuffer(b"".join(texts), np.uint8), np.concatenate(([0], np.cumsum(sizes)))
 
     def find_lengths(self, members: bytes) -> bytes | None:
         """By token: its length if all of its bytes are in a set, else 0, as for one of more than
@@ -59,19 +63,23 @@ class TokenBytes:
         lengths = self._lengths.get(members)
         if lengths is not None or len(self._lengths) >= MAX_BYTE_SETS or not members:
             return lengths
+        joined, starts = self._join
         is_member = np.zeros(256, np.int64)
         is_member[list(members)] = 1
-        counts = np.diff(np.concatenate(([0], np.cumsum(is_member[self._joined])))[self._starts])
-        sizes = np.diff(self._starts)
+        counts = np.diff(np.concatenate(([0], np.cumsum(is_member[joined])))[starts])
+        sizes = np.diff(starts)
         lengths = self._lengths[members] = np.where((counts == sizes) & (sizes < 256), sizes, 0).astype(np.uint8).tobytes()
         return lengths
 
     def __getitem__(self, token: int) -> bytes:
         text = self._texts.get(token)
         if text is None:
-            is_special = self._tokenizer.is_special_token(token) or token in self._special
-            text = self._texts[token] = write_special(token) if is_special else self._tokenizer.decode_bytes([token])
+            text = self._texts[token] = self._read(token)
         return text
+
+    def _read(self, token: int) -> bytes:
+        is_special = self._tokenizer.is_special_token(token) or token in self._special
+        return write_special(token) if is_special else bytes(self._tokenizer.decode_bytes([token]))
 
 
 class SharedMask:
@@ -252,7 +260,7 @@ class SharedMasks:
         return mask.num_bytes
 
     def _drop_followers(self) -> None:
-        for state in self._states.values():
+        for state in list(self._states.values()):  # other threads add states
             state.followers.clear()
         self._num_followers = 0
 
