@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from frame.core.interfaces.kv_tier import KVTransfer
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.kv_tiers.loads import RETRY_SECONDS
 from tests.core.scheduling.small_rig import config, policy
 from tests.kv_tiers.tier_rig import MemoryTier, TierRig
 
@@ -157,6 +158,9 @@ def test_a_transfer_without_room_is_tried_again() -> None:
     for _ in range(3):
         decode.step()
     decode.tier.max_jobs = 100
+    decode.step()
+    assert decode.requests[rid].finish is None and not decode.tier.loads, "not within 10 ms"
+    decode.now += RETRY_SECONDS
     decode.run_until(lambda: decode.requests[rid].finish is not None)
     assert decode.requests[rid].cached == 24
     decode.run()

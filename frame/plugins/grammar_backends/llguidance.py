@@ -239,9 +239,13 @@ class LLGrammar:
             after = state.followers.get(token_id)
         else:
             after = state.followers.get(-length)
-        if after is None or (known := after.mask or shared.find_mask(after)) is None or known.is_finished:
-            return None  # `accept_token` derives it, and counts
-        shared.num_followed += 1
+        if after is None or after.mask is None:
+            after = shared.follow(state, token_id)
+        else:
+            shared.num_followed += 1
+        if after is None or (known := after.mask) is None or known.is_finished:
+            shared.num_followed -= 1  # `accept_token` follows too
+            return None
         self._ahead.append(token_id)
         self._earlier.append(state)
         self._earlier_tokens.append(self._last)
