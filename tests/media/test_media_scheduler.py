@@ -271,19 +271,11 @@ def test_one_item_is_divided_at_a_time() -> None:
     assert len(rig.encoded) == 2
 
 
-def test_small_items_do_not_wait_for_a_divided_one() -> None:
-    """Nor for a second request that has it."""
+@pytest.mark.parametrize("second", "xz")
+def test_small_items_do_not_wait_for_a_divided_one(second: str) -> None:
+    """Nor for a second request that has it, or for another large one."""
     rig = make_streams(max_context=60)
-    for name, patches in (("x", 24), ("x", 24), ("y", 1)):
-        add_image(rig, name, patches)
-    advance(rig)
-    assert with_image("y")[1][0].digest in rig.encoded
-    rig.run()
-
-
-def test_small_items_do_not_wait_for_a_second_large_one() -> None:
-    rig = make_streams(max_context=60)
-    for name, patches in (("x", 24), ("z", 24), ("y", 1)):
+    for name, patches in (("x", 24), (second, 24), ("y", 1)):
         add_image(rig, name, patches)
     advance(rig)
     assert with_image("y")[1][0].digest in rig.encoded
