@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STALLED_WAIT, NUM_SHORT_WAITS = 0.005, 100  # seconds between attempts while requests wait but none can run; the first ones: a fifth
+STALLED_WAIT = 0.005  # seconds between attempts while requests wait but none can run (paused, grammar compiling)
+NUM_SHORT_WAITS = 100  # after a step, each a fifth of that: blocks of a peer arrive within 0.1 s
 SELF_CHECK_DELAY = 0.2  # seconds of idleness before the self-check, so that it does not delay a request that follows at once
 MIN_HEARTBEAT = 0.1  # seconds between two heartbeats of a busy engine
 MAX_FAILURES = 3  # steps in a row that may fail before the device counts as lost; retries of their requests do not count
@@ -259,7 +260,7 @@ class Engine:
             return 0.0
         if is_waiting or not self.scheduler.is_idle or self.grammars or self.adapters:
             self._num_stalls += 1
-            return STALLED_WAIT if self._num_stalls > NUM_SHORT_WAITS else STALLED_WAIT / 5  # blocks of a peer arrive within 0.1 s
+            return STALLED_WAIT if self._num_stalls > NUM_SHORT_WAITS else STALLED_WAIT / 5
         if not self._is_checked and self.options.check_integrity != "off":
             return SELF_CHECK_DELAY if self._audit is None else 0.0
         return self.options.heartbeat

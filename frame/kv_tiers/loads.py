@@ -147,7 +147,7 @@ class PrefixLoads:
         if not wait.computes and wait.load is None:
             if wait.deadline is not None and self._set.clock() >= wait.deadline:
                 wait.computes = True
-                self.num_late += 1
+                self.num_late += wait.retry_at > 0 and not wait.loaded  # else it waited for a place
             elif self._set.clock() >= wait.retry_at:
                 self._look_up(request, wait)
         return wait.computes

@@ -162,7 +162,18 @@ def test_a_transfer_without_room_is_tried_again() -> None:
     assert decode.requests[rid].finish is None and not decode.tier.loads, "not within 10 ms"
     decode.now += RETRY_SECONDS
     decode.run_until(lambda: decode.requests[rid].finish is not None)
-    assert decode.requests[rid].cached == 24
+    assert (decode.requests[rid].cached, decode.load["tier_late_loads"]) == (24, 0)
+    decode.run()
+
+
+def test_a_transfer_that_finds_no_room_is_counted_and_computed() -> None:
+    decode = make_decode(make_prefill())
+    decode.tier.max_jobs = 0
+    rid = decode.add(PROMPT, PARAMS, transfer=EXPECTED)
+    decode.step()
+    decode.now += 60
+    decode.run_until(lambda: decode.requests[rid].finish is not None)
+    assert (decode.requests[rid].cached, decode.load["tier_late_loads"]) == (0, 1)
     decode.run()
 
 

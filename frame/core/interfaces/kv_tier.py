@@ -1,8 +1,8 @@
 """The interface of KV cache tiers: places outside of the device that hold blocks of the KV cache
 (`kv_tier/1`), and of the copies between the device and their buffers.
 
-A tier moves blocks between its place and buffers; one thread calls it. It must
-not know a request, a page, a token or a layer.
+A tier moves blocks between its place and buffers; one thread calls it. It must not know a request,
+a page, a token or a layer.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class Deployment:
             self._standby.prepare([python_command("-m", self.layout.module, role) for role in roles], self._log is not None)
 
     def close_standby(self) -> None:
-        """End these processes: the ranks are not started again."""
+        """End the processes of `prepare_standby`: the ranks are not started again."""
         self._standby.close()
 
     def kill_and_wait(self, names: Sequence[str]) -> None:
@@ -291,8 +291,8 @@ class Deployment:
         if child is None:
             return
         if isinstance(message, Ready):
-            child.is_ready = child.is_ready or message.pid == child.process.pid
-            child.start = message.data or {}
+            if message.pid == child.process.pid:  # else of the process before
+                child.is_ready, child.start = True, message.data or {}
         elif isinstance(message, Heartbeat):
             child.device_memory = message.device_memory
         else:

@@ -89,7 +89,7 @@ class Supervisor:
         self._tokenizers = [unit for unit in alone if unit.name != "detokenizer"]
         self._restarts: deque[float] = deque()
         self._ticked_at = self._engine.since = time.monotonic()
-        self._has_standby = policy.max_restarts == 0  # then none is needed
+        self._needs_standby = policy.max_restarts > 0
         client.on_notice = deployment.handle_message
         client.watch_weights(deployment.set_weights)
 
@@ -131,8 +131,8 @@ class Supervisor:
             self._report(f"{unit.name} ready again after {now - unit.since:.1f} s{_describe_start(unit, now)}")
             unit.state, unit.since = "up", now
             self._handle_ready(unit)
-        elif unit is self._engine and unit.state == "up" and not self._has_standby and now - unit.since >= STANDBY_DELAY:
-            self._has_standby = True
+        elif unit is self._engine and unit.state == "up" and self._needs_standby and now - unit.since >= STANDBY_DELAY:
+            self._needs_standby = False
             try:
                 self._deployment.prepare_standby()  # in the main thread, as `start_children`
             except Exception as error:  # noqa: BLE001 - a restart imports torch then
@@ -209,7 +209,7 @@ class Supervisor:
     async def _start(self, unit: Unit) -> None:
         unit.state, unit.since = "starting", time.monotonic()
         if unit is self._engine:
-            self._has_standby = False
+            self._needs_standby = True
         try:
             self._deployment.start_children(unit.names)  # in the main thread: the kernel ends a child with the thread that started it
         except Exception as error:  # noqa: BLE001 - a shortage of descriptors, processes, memory or disk may pass
