@@ -34,6 +34,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
     def log_message(self, *_): pass
 server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+server.daemon_threads = False  # a response that began is sent whole
 signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
 server.serve_forever()
 '''

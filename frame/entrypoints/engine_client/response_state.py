@@ -91,7 +91,7 @@ class SequenceState:
     times: SequenceTimes = field(default_factory=SequenceTimes)
     has_update: bool = False
     versions: list[tuple[int, str]] = field(default_factory=list)  # of the weights: (index of their first output token, version)
-    num_reported: int = 0  # output tokens at the last update, with a `stream_interval`
+    num_reported: int = 0  # output tokens that the reader has taken
     recovery: RecoveryState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,17 +130,16 @@ class SequenceState:
         """Prompt tokens that a session keeps and that the prefix cache did not have."""
         return max(0, self.num_kept - self.cached)
 
-    def take_interval(self) -> bool:
-        """Whether there are tokens for one event of a `stream_interval`, which are then counted."""
-        if self.num_reported and self.num_tokens - self.num_reported < self.params.stream_interval:
-            return False
-        self.num_reported = self.num_tokens
-        return True
+    @property
+    def has_interval(self) -> bool:
+        """Whether there are tokens for one event of a `stream_interval`; the first token is one."""
+        return not self.num_reported or self.num_tokens - self.num_reported >= self.params.stream_interval
 
     def take_output(self) -> tuple[str, list[int], list[TokenLogprobs]]:
         """The text, tokens and logprobs since the last call."""
         texts, ids, logprobs = self.texts, self.token_ids, self.logprobs
         self.texts, self.token_ids = [], []
+        self.num_reported = self.num_tokens
         if logprobs:
             self.logprobs = []
         return (texts[0] if len(texts) == 1 else "".join(texts)), ids, logprobs

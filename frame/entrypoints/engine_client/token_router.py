@@ -61,7 +61,7 @@ class TokenRouter:
             if texts is not None:
                 sequence.texts.append(texts[place])
             if not sequence.has_update:
-                if sequence.params.stream_interval > 1 and place not in message.finishes and not sequence.take_interval():
+                if sequence.params.stream_interval > 1 and place not in message.finishes and not sequence.has_interval:
                     continue
                 sequence.has_update = True
                 request = sequence.request

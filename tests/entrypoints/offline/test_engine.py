@@ -131,7 +131,8 @@ def test_streaming_adds_up(engine: Engine) -> None:
     assert ids == [output.token_ids for output in whole]
     deltas = list(engine.stream("The quick", msgspec.structs.replace(GREEDY, stream_interval=4)))
     assert "".join(delta.text for delta in deltas) == whole[0].text
-    assert {len(delta.token_ids) for delta in deltas[1:-1]} == {4}
+    # An event that is read late has the tokens of the steps since; none has fewer than the interval
+    assert min(len(delta.token_ids) for delta in deltas[1:-1]) >= 4
 
 
 async def test_async_forms(engine: Engine) -> None:

@@ -317,7 +317,13 @@ class BatchJobRunner:
             await self._claim_and_run(batch, path)
 
     async def _claim_and_run(self, batch: BatchJob, path: Path) -> None:
-        claim = await asyncio.to_thread(Claim.take, path.with_suffix(".lock"))
+        taking = asyncio.ensure_future(asyncio.to_thread(Claim.take, path.with_suffix(".lock")))
+        try:
+            claim = await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            if (claim := await taking) is not None:  # its thread cannot be stopped
+                claim.release()
+            raise
         if claim is None:
             return
         try:

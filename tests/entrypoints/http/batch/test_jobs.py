@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from frame.core.errors import ConfigurationError
 from frame.entrypoints.engine_client.quotas import QuotaExceededError, TenantQuotas
 from frame.entrypoints.http.batch import jobs, lines, sending
 from frame.entrypoints.http.batch.files import FileStore, StorageFullError
-from frame.entrypoints.http.batch.folder import LOCK, make_folder, private
+from frame.entrypoints.http.batch.folder import LOCK, Claim, make_folder, private
 from frame.entrypoints.http.batch.jobs import FINAL_STATUSES, BatchJob, BatchJobRunner
 from frame.entrypoints.http.batch.lines import LineReader
 from frame.entrypoints.http.batch.sending import LineSender
@@ -158,6 +159,25 @@ async def test_final_statuses_of_a_batch(tmp_path: Path, monkeypatch: pytest.Mon
             assert batch is not None and (await again.over(batch)).status == "completed"
             assert [line["custom_id"] for line in again.lines(batch.output_file_id)] == ["0", "1", "2"]
     assert len(again.asked) == 5
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.02, 0.1])
+async def test_a_batch_is_cancelled_at_once_while_it_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: float) -> None:
+    take = Claim.take
+
+    def take_late(path: Path) -> Claim | None:
+        claim = take(path)
+        time.sleep(0.05)
+        return claim
+
+    monkeypatch.setattr(Claim, "take", take_late)
+    server = Server(tmp_path, concurrency=1)
+    server.gate.clear()
+    batch = await server.begin(3)
+    await asyncio.sleep(moment)
+    await server.runner.cancel(batch)
+    assert batch.status == "cancelled"
+    assert not list(tmp_path.glob("*.lock"))
 
 
 async def test_byte_limit_of_all_files(tmp_path: Path) -> None:
