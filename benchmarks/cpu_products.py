@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from frame.core.interfaces.gemm_kernel import GemmKernel
-from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.core.interfaces.weight_format import CanonicalWeight, WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
-from frame.testing.weights.packed_weights import make_weight
+from frame.testing.weights.canonical_weights import make_weight
 
 LAYERS = {"qwen3-0.6b gate_up": (6144, 1024), "qwen3-0.6b down": (1024, 3072)}  # outputs, inputs
 KERNELS = {
@@ -48,14 +48,12 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 BYTES = 192 << 20  # of bfloat16 weights that the launches go through
 
 
-def make_gemms(
-    registry: Registry, name: str, outputs: int, inputs: int, copies: int
-) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+def make_gemms(registry: Registry, name: str, outputs: int, inputs: int, copies: int) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     kernel: GemmKernel = registry.load(registry.get("gemm_kernel", name.partition(",")[0]))(build_context("cpu", torch.bfloat16, 16), None)
     found = []
     for _ in range(copies):
-        weight: PackedWeight = make_weight(KERNELS[name], outputs, inputs, dtype=torch.bfloat16)
-        weight.rounds_inputs = "rounded" in name
+        weight: CanonicalWeight = make_weight(KERNELS[name], outputs, inputs, dtype=torch.bfloat16)
+        weight.quantizes_inputs = "rounded" in name
         found.append(kernel.prepare(weight))
     return found
 

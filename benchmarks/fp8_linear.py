@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from gpu_clock import seconds
 
 from frame.quantization.fp8_weights import quantize_blocks, quantize_outputs
-from frame.quantization.gemm.rounded_matmul import RoundedMatmul
+from frame.quantization.gemm.w8a8_matmul import W8A8Matmul
 
 LAYERS = {  # outputs, inputs of Llama 3.1 8B and Qwen3 14B
     "qkv": (6144, 4096),
@@ -46,7 +46,7 @@ def measure(name: str, rows_of: list[int], repeats: int) -> list[dict[str, objec
     for form in ("output", "block"):
         numbers, values = (quantize_outputs if form == "output" else quantize_blocks)(plain[0])
         weights = [numbers.clone() for _ in range(copies)]
-        product = RoundedMatmul(numbers, values, (1, 0) if form == "output" else (128, 128))
+        product = W8A8Matmul(numbers, values, (1, 0) if form == "output" else (128, 128))
         forms[f"fp8 by {form}"] = (lambda number, x, w=weights, p=product: p(x, w[number], None), copies, 1)
     found: list[dict[str, object]] = []
     for rows in rows_of:

@@ -117,23 +117,23 @@ def make_operations(factors: dict[str, float]) -> TritonDeltas:
     return TritonDeltas(choose)
 
 
-def make_plan(operations: TritonDeltas, plan: RowPlan, places: int, block: int | None) -> TiledPlan:
+def make_plan(operations: TritonDeltas, plan: RowPlan, block: int | None) -> TiledPlan:
     if block is None:
-        return operations.plan_rows(plan, places)
+        return operations.plan_rows(plan)
     rows = len(plan.places)
     if block == 1:
-        return TiledPlan(plan.places, tiles=Tiles(plan.places, plan.places, block, rows, 0))
-    keys, lanes, counters = group_rows(plan.places, None, places, 0, block)
-    return TiledPlan(plan.places, tiles=Tiles(keys, lanes, block, rows, 0, counters=counters))
+        return TiledPlan(plan.places, plan.place_pages, tiles=Tiles(plan.places, plan.places, block, rows, 0))
+    keys, lanes, counters = group_rows(plan.places, None, len(plan.place_pages), 0, block)
+    return TiledPlan(plan.places, plan.place_pages, tiles=Tiles(keys, lanes, block, rows, 0, counters=counters))
 
 
 def measure(layers: Layers, rows: int, adapters: int, variant: str) -> dict[str, Any]:
     factors, side = VARIANTS[variant], torch.cuda.Stream()
     operations, block = make_operations(factors), factors.get("block")
     places = torch.arange(rows, dtype=torch.int32, device="cuda") % adapters if adapters else torch.full((rows,), -1, device="cuda").int()
-    plan, pages = RowPlan(places), layers.place_pages
+    plan = RowPlan(places, layers.place_pages)
     xs = {inputs: torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16) for inputs, _ in SHAPES.values()}
-    tiled = make_plan(operations, plan, layers.places, None if block is None else int(block))
+    tiled = make_plan(operations, plan, None if block is None else int(block))
 
     def base() -> None:
         for _, weight, _ in layers.linears:
@@ -145,26 +145,26 @@ def measure(layers: Layers, rows: int, adapters: int, variant: str) -> dict[str,
             if overlaps:
                 side.wait_stream(main)
                 with torch.cuda.stream(side):
-                    shrunk = operations.shrink(x, layer, tiled, pages)
+                    shrunk = operations.shrink(x, layer, tiled)
             else:
-                shrunk = operations.shrink(x, layer, tiled, pages)
+                shrunk = operations.shrink(x, layer, tiled)
             out = F.linear(x, weight)
             if overlaps:
                 main.wait_stream(side)
-            operations.expand(out, shrunk, layer, tiled, pages)
+            operations.expand(out, shrunk, layer, tiled)
 
     without, beside, after = microseconds(base), microseconds(lambda: run(True)), microseconds(lambda: run(False))
     found = {
         "variant": variant, "rows": rows, "adapters": adapters, "tile": tiled.tiles.block, "tiles": len(tiled.tiles.keys),
         "ratio": round(without / beside, 4), "one_stream": round(without / after, 4), "base": round(without / DEPTH, 1),
-        "plan": round(microseconds(lambda: make_plan(operations, plan, layers.places, tiled.tiles.block)), 2),
+        "plan": round(microseconds(lambda: make_plan(operations, plan, tiled.tiles.block)), 2),
     }  # fmt: skip
     for name in SHAPES:
         of_name = [(weight, layer) for each, weight, layer in layers.linears if each == name] * 4
         x, outputs = xs[of_name[0][0].shape[1]], of_name[0][0].shape[0]
-        out, shrunk = torch.zeros(rows, outputs, device="cuda", dtype=torch.bfloat16), operations.shrink(x, of_name[0][1], tiled, pages)
-        shrinks = microseconds(lambda: [operations.shrink(x, layer, tiled, pages) for _, layer in of_name])  # noqa: B023 - runs at once
-        expands = microseconds(lambda: [operations.expand(out, shrunk, layer, tiled, pages) for _, layer in of_name])  # noqa: B023
+        out, shrunk = torch.zeros(rows, outputs, device="cuda", dtype=torch.bfloat16), operations.shrink(x, of_name[0][1], tiled)
+        shrinks = microseconds(lambda: [operations.shrink(x, layer, tiled) for _, layer in of_name])  # noqa: B023 - runs at once
+        expands = microseconds(lambda: [operations.expand(out, shrunk, layer, tiled) for _, layer in of_name])  # noqa: B023
         found[name] = {"shrink": round(shrinks / len(of_name), 2), "expand": round(expands / len(of_name), 2)}
     found["gated"] = measure_gated(layers, operations, tiled, xs[4096])
     return found
@@ -172,8 +172,7 @@ def measure(layers: Layers, rows: int, adapters: int, variant: str) -> dict[str,
 
 def measure_gated(layers: Layers, operations: TritonDeltas, tiled: TiledPlan, x: torch.Tensor) -> dict[str, float]:
     linears = [(PlainMatmul(weight), weight, layer) for name, weight, layer in layers.linears if name == "gate_up"]
-    pages = layers.place_pages
-    shrunk, out = operations.shrink(x, linears[0][2], tiled, pages), F.linear(x, linears[0][1])
+    shrunk, out = operations.shrink(x, linears[0][2], tiled), F.linear(x, linears[0][1])
 
     def base(matmul: PlainMatmul, weight: torch.Tensor, layer: LayerPages) -> None:
         if matmul.multiply_gated(x, weight) is None:
@@ -181,16 +180,16 @@ def measure_gated(layers: Layers, operations: TritonDeltas, tiled: TiledPlan, x:
 
     def separate(matmul: PlainMatmul, weight: torch.Tensor, layer: LayerPages) -> None:
         product = matmul(x, weight)
-        operations.expand(product, shrunk, layer, tiled, pages)
+        operations.expand(product, shrunk, layer, tiled)
         silu_mul(product)
 
     def fused(matmul: PlainMatmul, weight: torch.Tensor, layer: LayerPages) -> None:
-        operations.expand_gated(matmul(x, weight), shrunk, layer, tiled, pages)
+        operations.expand_gated(matmul(x, weight), shrunk, layer, tiled)
 
     parts: dict[str, Callable[[PlainMatmul, torch.Tensor, LayerPages], object]] = {
         "base": base, "separate": separate, "fused": fused,
-        "expand": lambda *linear: operations.expand(out, shrunk, linear[2], tiled, pages), "silu_mul": lambda *linear: silu_mul(out),
-        "expand_gated": lambda *linear: operations.expand_gated(out, shrunk, linear[2], tiled, pages),
+        "expand": lambda *linear: operations.expand(out, shrunk, linear[2], tiled), "silu_mul": lambda *linear: silu_mul(out),
+        "expand_gated": lambda *linear: operations.expand_gated(out, shrunk, linear[2], tiled),
     }  # fmt: skip
     found = {}
     for name, call in parts.items():

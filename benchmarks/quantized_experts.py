@@ -25,7 +25,7 @@ from quantized_gemm import load_kernel
 from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput
-from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.core.interfaces.weight_format import CanonicalWeight, WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.kernels.moe.align import align_tokens
 from frame.kernels.moe.grouped_gemm import Activation, Pairs
@@ -47,20 +47,20 @@ ALLOWED = {"fp8": 0.08}  # error relative to the largest value; 0.03 for others
 Run = Callable[[DispatchOutput, nn.Module], torch.Tensor]
 
 
-def make_weight(form: str, experts: int, outputs: int, inputs: int) -> PackedWeight:
+def make_weight(form: str, experts: int, outputs: int, inputs: int) -> CanonicalWeight:
     """Random quantized values with scales that keep products of normal numbers normal."""
     quantized = torch.randint(0, 256, (experts, outputs, -(-inputs // 32) * 16), dtype=torch.uint8, device="cuda")
     if form not in FORMS:
         dense = torch.empty(experts, outputs, inputs, dtype=torch.bfloat16, device="cuda").normal_(std=inputs**-0.5)
-        return PackedWeight(WeightScheme("plain"), inputs, dense)
+        return CanonicalWeight(WeightScheme("plain"), inputs, dense)
     scheme = FORMS[form]
     rows, columns = scheme.group
     if form == "fp8":
         dense = torch.empty(experts, outputs, inputs, dtype=torch.bfloat16, device="cuda").normal_()
         scales = torch.rand(experts, outputs // rows, inputs // columns, device="cuda").add_(0.5).mul_(inputs**-0.5)
-        return PackedWeight(scheme, inputs, dense.to(torch.float8_e4m3fn), scales)
+        return CanonicalWeight(scheme, inputs, dense.to(torch.float8_e4m3fn), scales)
     scales = torch.rand(experts, outputs, -(-inputs // columns), device="cuda").add_(0.5).mul_(inputs**-0.5 / 3)
-    return PackedWeight(scheme, inputs, quantized, (2 ** scales.log2().round() if form == "mxfp4" else scales).bfloat16())
+    return CanonicalWeight(scheme, inputs, quantized, (2 ** scales.log2().round() if form == "mxfp4" else scales).bfloat16())
 
 
 class Sorted:
@@ -73,7 +73,7 @@ class Sorted:
         return self.product(x, ends)  # type: ignore[no-any-return]
 
 
-def make_run(variant: str, weights: dict[str, PackedWeight], layer: nn.Module) -> Run:
+def make_run(variant: str, weights: dict[str, CanonicalWeight], layer: nn.Module) -> Run:
     """The experts of a variant, as MoE layers call them."""
     kernel = variant.partition(" ")[2]
     if not kernel:
@@ -95,7 +95,7 @@ def make_run(variant: str, weights: dict[str, PackedWeight], layer: nn.Module) -
     return lambda tokens, _: ExpertWeights.run(holder, tokens)
 
 
-def compute_reference(tokens: DispatchOutput, weights: dict[str, PackedWeight], layer: nn.Module) -> torch.Tensor:
+def compute_reference(tokens: DispatchOutput, weights: dict[str, CanonicalWeight], layer: nn.Module) -> torch.Tensor:
     """The experts in float64, one pair after another."""
     out = torch.zeros_like(tokens.x, dtype=torch.float64)
     for (token, place), expert in zip(torch.cartesian_prod(*map(torch.arange, tokens.ids.shape)), tokens.ids.flatten(), strict=True):

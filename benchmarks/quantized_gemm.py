@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from gpu_clock import seconds
 
-from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.core.interfaces.weight_format import CanonicalWeight, WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.kernels.linear import weight_only
 from frame.plugins.loader import load_registry
-from frame.testing.weights.packed_weights import make_weight
+from frame.testing.weights.canonical_weights import make_weight
 
 LAYERS = {  # outputs, inputs
     "llama qkv": (6144, 4096),
@@ -56,18 +56,18 @@ LINE = "{layer:14}{form:15}{kernel:12}{rows:6}{us:10} us  bf16 {bf16 us:10} us  
 ALLOWED = 0.02  # error relative to the largest value
 
 
-def make(scheme: WeightScheme, outer: bool, outputs: int, inputs: int, copies: int) -> list[PackedWeight]:
+def make(scheme: WeightScheme, outer: bool, outputs: int, inputs: int, copies: int) -> list[CanonicalWeight]:
     """`copies` equal weights on the GPU."""
     weight = make_weight(scheme, outputs, inputs, outer=outer, dtype=torch.bfloat16)
     if scheme.quant_type == "e2m1" and outer and weight.scales is not None:
         weight.scales = (weight.scales.float() * inputs**0.5).to(torch.float8_e4m3fn)
     for name, tensor in weight.tensors.items():
         setattr(weight, name, tensor.cuda())
-    weight.rounds_inputs = scheme.quant_type == "int8"
+    weight.quantizes_inputs = scheme.quant_type == "int8"
     return [weight, *(replace(weight, quantized=weight.quantized.clone()) for _ in range(copies - 1))]
 
 
-def check(product: Any, weight: PackedWeight, rows: int) -> float:
+def check(product: Any, weight: CanonicalWeight, rows: int) -> float:
     """The largest error relative to the largest value of the float64 product."""
     x = torch.randn(rows, weight.inputs, device="cuda", dtype=torch.bfloat16)
     want = x.double() @ weight.dequantize(torch.float32).double().t()

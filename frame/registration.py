@@ -1,5 +1,5 @@
-"""What a manifest uses to register plugins: the marker `hookimpl`, and `KindRegistry`, the argument
-of its hooks.
+"""What a manifest uses to register plugins: the marker `hookimpl`, `KindRegistry`, the argument of
+its hooks, and `PluginOptions`.
 
 `frame.plugins` makes the argument, calls the hooks and keeps the records. Must not know a plugin.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from frame.core.errors import PluginError
 from frame.core.interfaces.plugin import Anything, Capabilities, PluginRecord, Reason
@@ -22,6 +22,12 @@ from frame.interfaces.kinds import Kind
 PROJECT = "frame"  # of pluggy; also the entry-point group
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+class PluginOptions(BaseModel):
+    """The settings of a plugin, which the user may set in `plugins.options`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True, slots=True)

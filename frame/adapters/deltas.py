@@ -45,6 +45,7 @@ class RowPlan:
     implementation adds fields in a subclass."""
 
     places: torch.Tensor  # int32 [rows]; -1: no adapter
+    place_pages: torch.Tensor  # int32 [places, n]; the pages of each place, in the order of the ranks
     experts: torch.Tensor | None = None  # int64 [rows]; the row's expert on this rank; None: no experts
 
 
@@ -52,29 +53,20 @@ class DeltaOperations(Protocol):
     """The products of low-rank deltas.
 
     No shape depends on the values of a plan, and nothing waits for the device, so that a CUDA graph
-    can capture them; `TorchDeltas` is the exception. `place_pages` int32 [places, n]: the pages of
-    each place, in the order of the ranks.
+    can capture them; `TorchDeltas` is the exception.
     """
 
-    def plan_rows(self, plan: RowPlan, num_places: int, num_experts: int = 0) -> RowPlan:
+    def plan_rows(self, plan: RowPlan, num_experts: int = 0) -> RowPlan:
         """What both products need of the rows, computed once for all layers of a step."""
         ...
 
-    def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan, place_pages: torch.Tensor) -> torch.Tensor:
+    def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan) -> torch.Tensor:
         """x [rows, inputs], contiguous rows -> [rows, parts, ranks], ranks the width of
-        `place_pages` times `PAGE_RANKS`: x times `a` of the row's adapter (and expert). What
+        `plan.place_pages` times `PAGE_RANKS`: x times `a` of the row's adapter (and expert). What
         belongs to pages that the adapter does not have, and to rows without one, is undefined."""
         ...
 
-    def expand(
-        self,
-        out: torch.Tensor,
-        shrunk: torch.Tensor,
-        layer: LayerPages,
-        plan: RowPlan,
-        place_pages: torch.Tensor,
-        bias: torch.Tensor | None = None,
-    ) -> None:
+    def expand(self, out: torch.Tensor, shrunk: torch.Tensor, layer: LayerPages, plan: RowPlan, bias: torch.Tensor | None = None) -> None:
         """For each row with an adapter that changes the layer, in place: out = (out - bias + shrunk
         times `b`) * scale + bias, where the scale is 1 without `has_scale`. out [rows, outputs],
         whose last stride is 1. Other rows are not written."""
@@ -86,13 +78,7 @@ class SupportsGated(Protocol):
     """Optional, for layers of two equal parts without experts."""
 
     def expand_gated(
-        self,
-        product: torch.Tensor,
-        shrunk: torch.Tensor,
-        layer: LayerPages,
-        plan: RowPlan,
-        place_pages: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        self, product: torch.Tensor, shrunk: torch.Tensor, layer: LayerPages, plan: RowPlan, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """SiLU(first part) * second part of what `expand` computes, of all rows -> [rows, outputs
         // 2]. `product` is not written."""
@@ -129,30 +115,22 @@ class SupportsProof(Protocol):
 class TorchDeltas:
     """The reference, for any device: one product for each adapter in the step."""
 
-    def plan_rows(self, plan: RowPlan, num_places: int, num_experts: int = 0) -> RowPlan:
+    def plan_rows(self, plan: RowPlan, num_experts: int = 0) -> RowPlan:
         return plan
 
-    def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan, place_pages: torch.Tensor) -> torch.Tensor:
-        parts, ranks = layer.num_parts, place_pages.shape[1] * PAGE_RANKS
+    def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan) -> torch.Tensor:
+        parts, ranks = layer.num_parts, plan.place_pages.shape[1] * PAGE_RANKS
         out = x.new_zeros(len(plan.places), parts, ranks)
         for place, expert, rows in list_groups(layer, plan):
-            pages = place_pages[place, : int(layer.counts[place])].long()
+            pages = plan.place_pages[place, : int(layer.counts[place])].long()
             a = layer.a[pages, expert * parts : (expert + 1) * parts]  # [pages, parts, PAGE_RANKS, inputs]
             a = a.transpose(0, 1).flatten(1, 2)  # [parts, ranks, inputs]
             out[rows, :, : a.shape[1]] = torch.einsum("ni,pri->npr", x[rows], a)
         return out
 
-    def expand(
-        self,
-        out: torch.Tensor,
-        shrunk: torch.Tensor,
-        layer: LayerPages,
-        plan: RowPlan,
-        place_pages: torch.Tensor,
-        bias: torch.Tensor | None = None,
-    ) -> None:
+    def expand(self, out: torch.Tensor, shrunk: torch.Tensor, layer: LayerPages, plan: RowPlan, bias: torch.Tensor | None = None) -> None:
         for place, expert, rows in list_groups(layer, plan):
-            pages = place_pages[place, : int(layer.counts[place])].long()
+            pages = plan.place_pages[place, : int(layer.counts[place])].long()
             b = layer.b[pages, expert].transpose(0, 1).flatten(1)  # [outputs, ranks]
             parts = zip(shrunk[rows, :, : b.shape[1]].unbind(1), b.split(layer.splits), strict=True)
             result = out[rows] + torch.cat([x @ part.t() for x, part in parts], 1)

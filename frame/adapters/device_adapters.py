@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from frame.adapters.adapter_pool import AdapterPool
-from frame.adapters.deltas import DeltaOperations, RowPlan, SupportsProof
+from frame.adapters.deltas import DeltaOperations, SupportsProof
 from frame.adapters.latent_layers import LatentLayer
 from frame.adapters.pooled_layers import PooledLayer, StepRows
 from frame.core.interfaces.platform import SupportsStreams
@@ -91,7 +91,7 @@ class DeviceAdapters:
 
     def plan_tokens(self, size: int) -> None:
         """See `StepAdapters.plan_tokens`."""
-        self._rows.plan = self._plan(RowPlan(self._token_places[:size]))
+        self._rows.plan = self._rows.plan_rows(self._token_places[:size])
 
     def end_step(self) -> None:
         """See `StepAdapters.end_step`."""
@@ -105,7 +105,7 @@ class DeviceAdapters:
             return
         before = self._rows.plan
         self._rows.is_active = indices is not None
-        self._rows.plan = None if indices is None else self._plan(RowPlan(self._token_places.index_select(0, indices)))
+        self._rows.plan = None if indices is None else self._rows.plan_rows(self._token_places.index_select(0, indices))
         try:
             yield
         finally:
@@ -114,16 +114,12 @@ class DeviceAdapters:
     @contextmanager
     def select_pairs(self, tokens: torch.Tensor, experts: torch.Tensor) -> Iterator[None]:
         """See `AdapterLayers.select_pairs`."""
-        plan, _ = self._rows.select_plan(0)
-        num_experts = max(layer.num_experts for layer in self.pool.layers)
-        self._rows.pairs = self._plan(RowPlan(plan.places.index_select(0, tokens), experts), num_experts)
+        places = self._rows.select_plan(0).places.index_select(0, tokens)
+        self._rows.pairs = self._rows.plan_rows(places, experts, max(layer.num_experts for layer in self.pool.layers))
         try:
             yield
         finally:
             self._rows.pairs = None
-
-    def _plan(self, plan: RowPlan, num_experts: int = 0) -> RowPlan:
-        return self._rows.operations.plan_rows(plan, self.pool.sizes.places, num_experts)
 
 
 @dataclass(slots=True)

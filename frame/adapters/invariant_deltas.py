@@ -23,28 +23,20 @@ class InvariantDeltas(TorchDeltas):
             drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
             InvariantMatmul(torch.empty_like(weight).copy_(drawn))
 
-    def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan, place_pages: torch.Tensor) -> torch.Tensor:
+    def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan) -> torch.Tensor:
         """See `DeltaOperations`."""
-        out = x.new_zeros(len(plan.places), layer.num_parts, place_pages.shape[1] * PAGE_RANKS)
+        out = x.new_zeros(len(plan.places), layer.num_parts, plan.place_pages.shape[1] * PAGE_RANKS)
         for place, expert, rows in list_groups(layer, plan):
-            some, pages = x[rows], place_pages[place, : int(layer.counts[place])].tolist()
+            some, pages = x[rows], plan.place_pages[place, : int(layer.counts[place])].tolist()
             columns = [InvariantMatmul(_take_a(layer, page, expert))(some).unflatten(1, (layer.num_parts, PAGE_RANKS)) for page in pages]
             out[rows, :, : len(pages) * PAGE_RANKS] = torch.cat(columns, 2)
         return out
 
-    def expand(
-        self,
-        out: torch.Tensor,
-        shrunk: torch.Tensor,
-        layer: LayerPages,
-        plan: RowPlan,
-        place_pages: torch.Tensor,
-        bias: torch.Tensor | None = None,
-    ) -> None:
+    def expand(self, out: torch.Tensor, shrunk: torch.Tensor, layer: LayerPages, plan: RowPlan, bias: torch.Tensor | None = None) -> None:
         """See `DeltaOperations`."""
         for place, expert, rows in list_groups(layer, plan):
             total, some = out[rows].float(), shrunk[rows]
-            for index, page in enumerate(place_pages[place, : int(layer.counts[place])].tolist()):
+            for index, page in enumerate(plan.place_pages[place, : int(layer.counts[place])].tolist()):
                 ranks = some[:, :, index * PAGE_RANKS : (index + 1) * PAGE_RANKS].unbind(1)
                 parts = zip(ranks, _split_b(layer, page, expert), strict=True)
                 total = total + torch.cat([InvariantMatmul(part)(x.contiguous()) for x, part in parts], 1)

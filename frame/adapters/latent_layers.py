@@ -45,7 +45,7 @@ class LatentLayer(PooledLayer):
     @property
     def adapted_rows(self) -> torch.Tensor:
         """See `LatentDelta`."""
-        return self.rows.select_plan(0)[0].places >= 0
+        return self.rows.select_plan(0).places >= 0
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -92,16 +92,16 @@ class LatentLayer(PooledLayer):
     ) -> torch.Tensor:
         """The product, and that of x with `a` of the first and `b` of the second."""
         operations = self.rows.operations
-        pairs, plain, place_pages = self.rows.select_heads(self.heads.num_experts)
+        pairs, plain = self.rows.select_heads(self.heads.num_experts)
         plans = (pairs, plain) if first is self.heads else (plain, pairs)
-        shrunk = operations.shrink(x.flatten(0, 1).contiguous(), first.allocated, plans[0], place_pages)
+        shrunk = operations.shrink(x.flatten(0, 1).contiguous(), first.allocated, plans[0])
         out = multiply(x)
-        operations.expand(out.flatten(0, 1), shrunk, second.allocated, plans[1], place_pages)
+        operations.expand(out.flatten(0, 1), shrunk, second.allocated, plans[1])
         return out
 
     def _scale(self, x: torch.Tensor, columns: slice) -> torch.Tensor:
         """Multiply [rows, heads, width] by the factors of the rows' adapters."""
-        places, pages = self.rows.select_plan(0)[0].places, self.allocated
+        places, pages = self.rows.select_plan(0).places, self.allocated
         scales = pages.scales.unflatten(1, (-1, sum(self.widths)))[..., columns]
         index = places.clamp_min(0)
         is_scaled = (pages.has_scale.index_select(0, index) > 0) & (places >= 0)

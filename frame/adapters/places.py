@@ -101,7 +101,7 @@ class AdapterPlaces:
         version.num_requests += 1
         return None
 
-    def end_request(self, request: Request) -> None:
+    def finish_request(self, request: Request) -> None:
         """The request is forgotten."""
         version = self._versions.by_digest.get(request.adapter)
         if version is not None:

@@ -28,7 +28,7 @@ _BESIDE_ROWS = 256  # up to so many rows, neither `shrink` nor the layer's produ
 @dataclass(slots=True)
 class StepRows:
     """`plan`: of the rows that layers compute now; `pairs`: of layers with experts. None: no row
-    has an adapter. place_pages: see `DeltaOperations`. streams: of a device where `shrink` may run
+    has an adapter. place_pages: see `RowPlan`. streams: of a device where `shrink` may run
     beside the layer's product."""
 
     operations: DeltaOperations
@@ -41,22 +41,26 @@ class StepRows:
     used: np.ndarray | None = None  # places of the step; None: it may have any
     heads: tuple[RowPlan, int, RowPlan, RowPlan] | None = None
 
-    def select_plan(self, num_experts: int) -> tuple[RowPlan, torch.Tensor]:
-        """The rows that a layer computes now, and the pages of places."""
-        plan = self.pairs if num_experts else self.plan
-        assert plan is not None and self.place_pages is not None, "the rows of a step are set before its layers run"
-        return plan, self.place_pages
+    def plan_rows(self, places: torch.Tensor, experts: torch.Tensor | None = None, num_experts: int = 0) -> RowPlan:
+        """The plan of rows with these `RowPlan.places` and `RowPlan.experts`."""
+        assert self.place_pages is not None, "the pool is allocated before the first step"
+        return self.operations.plan_rows(RowPlan(places, self.place_pages, experts), num_experts)
 
-    def select_heads(self, count: int) -> tuple[RowPlan, RowPlan, torch.Tensor]:
+    def select_plan(self, num_experts: int) -> RowPlan:
+        """The rows that a layer computes now."""
+        plan = self.pairs if num_experts else self.plan
+        assert plan is not None, "the rows of a step are set before its layers run"
+        return plan
+
+    def select_heads(self, count: int) -> tuple[RowPlan, RowPlan]:
         """The rows that a layer computes now, each `count` times: with their heads as experts, and
-        without experts; and the pages of places. Both plans are made once for all layers."""
-        plan, place_pages = self.select_plan(0)
+        without experts. Both plans are made once for all layers."""
+        plan = self.select_plan(0)
         if self.heads is None or self.heads[0] is not plan or self.heads[1] != count:
             places = plan.places.repeat_interleave(count)
             heads = torch.arange(count, device=places.device).repeat(len(plan.places))
-            pairs = self.operations.plan_rows(RowPlan(places, heads), len(place_pages), count)
-            self.heads = plan, count, pairs, self.operations.plan_rows(RowPlan(places), len(place_pages))
-        return *self.heads[2:], place_pages
+            self.heads = plan, count, self.plan_rows(places, heads, count), self.plan_rows(places)
+        return self.heads[2:]
 
     def may_change(self, index: int) -> bool:
         """Whether an adapter of the step changes the layer of this index."""
@@ -67,7 +71,7 @@ class StepRows:
 class PooledLayer:
     """`names`: checkpoint layers, of each expert in turn. index: in the pool. first: element of a
     page at which the layer's part begins. gemm: x -> the product without deltas; the layer's
-    `finish` sets it."""
+    `process_weights_after_loading` sets it."""
 
     names: Sequence[str]
     inputs: Span
@@ -130,15 +134,15 @@ class PooledLayer:
         page_b[expert, first : first + len(b), : len(a)] = b
 
     def shrink(self, x: torch.Tensor) -> torch.Tensor:
-        plan, place_pages = self.rows.select_plan(self.num_experts)
+        plan = self.rows.select_plan(self.num_experts)
         operations, streams = self.rows.operations, self.rows.streams
         self._is_beside = streams is not None and len(plan.places) <= _BESIDE_ROWS
         if streams is None or not self._is_beside:
-            return operations.shrink(x, self.allocated, plan, place_pages)
+            return operations.shrink(x, self.allocated, plan)
         side = streams.get_side_stream()
         side.wait_stream(streams.get_current_stream())
         with streams.use_stream(side):
-            return operations.shrink(x, self.allocated, plan, place_pages)
+            return operations.shrink(x, self.allocated, plan)
 
     @property
     def can_pair(self) -> bool:
@@ -149,34 +153,34 @@ class PooledLayer:
         """See `LayerDelta.shrink_pairs`."""
         if not self.is_active:
             return None
-        plan, place_pages = self.rows.select_plan(0)
+        plan = self.rows.select_plan(0)
         operations, pages = self.rows.operations, self.allocated
         assert isinstance(operations, SupportsPairs), "can_pair"
-        shrunk = operations.shrink_pairs(x, pages, plan.places, ids, place_pages, order)
-        return PairDelta(shrunk, pages.b, plan.places, place_pages, pages.counts)
+        shrunk = operations.shrink_pairs(x, pages, plan.places, ids, plan.place_pages, order)
+        return PairDelta(shrunk, pages.b, plan.places, plan.place_pages, pages.counts)
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """See `LayerDelta.look_up`."""
-        plan, place_pages = self.rows.select_plan(0)
+        plan = self.rows.select_plan(0)
         self._is_beside = False
         is_local = (ids >= 0) & (ids < self.inputs.size)
-        pages = place_pages.index_select(0, plan.places.clamp_min(0)).long()  # [rows, pages]
+        pages = plan.place_pages.index_select(0, plan.places.clamp_min(0)).long()  # [rows, pages]
         columns = self.allocated.a[pages, 0, :, ids.masked_fill(~is_local, 0).unsqueeze(1)]  # [rows, pages, PAGE_RANKS]
         return columns.flatten(1).mul_(is_local.unsqueeze(1)).unsqueeze(1)
 
     def expand(self, out: torch.Tensor, shrunk: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        plan, place_pages = self.rows.select_plan(self.num_experts)
+        plan = self.rows.select_plan(self.num_experts)
         self._await_shrink()
-        self.rows.operations.expand(out, shrunk, self.allocated, plan, place_pages, bias)
+        self.rows.operations.expand(out, shrunk, self.allocated, plan, bias)
         return out
 
     def expand_gated(self, product: torch.Tensor, shrunk: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See `LayerDelta.expand_gated`."""
-        plan, place_pages = self.rows.select_plan(self.num_experts)
+        plan = self.rows.select_plan(self.num_experts)
         self._await_shrink()
         operations = self.rows.operations
         assert isinstance(operations, SupportsGated), "can_gate"
-        return operations.expand_gated(product, shrunk, self.allocated, plan, place_pages, bias)
+        return operations.expand_gated(product, shrunk, self.allocated, plan, bias)
 
     def _await_shrink(self) -> None:
         if self._is_beside and (streams := self.rows.streams) is not None:

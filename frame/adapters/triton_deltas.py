@@ -46,32 +46,24 @@ class TiledDeltas:
         self._sizes: dict[tuple[int, int, tuple[int, ...], int, int], ProductSizes] = {}
         self._blocks: dict[tuple[tuple[int, ...], int, torch.device], tuple[torch.Tensor, int]] = {}
 
-    def plan_rows(self, plan: RowPlan, num_places: int, num_experts: int = 0) -> TiledPlan:
-        places, experts, num_rows = plan.places, plan.experts, len(plan.places)
+    def plan_rows(self, plan: RowPlan, num_experts: int = 0) -> TiledPlan:
+        places, experts, num_rows, num_places = plan.places, plan.experts, len(plan.places), len(plan.place_pages)
         block = self._choose_block(num_rows, num_places, num_experts)
         if block == 1:
             keys, rows, counters = places, places if experts is None else experts, None
         else:
             keys, rows, counters = group_rows(places, experts, num_places, num_experts, block)
         tiles = Tiles(keys, rows, block, num_rows, 0 if experts is None else num_experts, counters=counters)
-        return TiledPlan(places, experts, tiles=tiles)
+        return TiledPlan(places, plan.place_pages, experts, tiles=tiles)
 
-    def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan, place_pages: torch.Tensor) -> torch.Tensor:
+    def shrink(self, x: torch.Tensor, layer: LayerPages, plan: RowPlan) -> torch.Tensor:
         """-> [splits, rows, parts, ranks]; `expand` adds up the splits of the inputs."""
         tiles = _get_tiles(plan)
-        sizes = self._choose_sizes(tiles, layer, place_pages)
-        return shrink(x, layer.a, layer.num_parts, tiles, layer.counts, place_pages, sizes)
+        sizes = self._choose_sizes(tiles, layer, plan.place_pages)
+        return shrink(x, layer.a, layer.num_parts, tiles, layer.counts, plan.place_pages, sizes)
 
-    def expand(
-        self,
-        out: torch.Tensor,
-        shrunk: torch.Tensor,
-        layer: LayerPages,
-        plan: RowPlan,
-        place_pages: torch.Tensor,
-        bias: torch.Tensor | None = None,
-    ) -> None:
-        self._expand(out, shrunk, layer, plan, place_pages, bias, None)
+    def expand(self, out: torch.Tensor, shrunk: torch.Tensor, layer: LayerPages, plan: RowPlan, bias: torch.Tensor | None = None) -> None:
+        self._expand(out, shrunk, layer, plan, bias)
 
     def _expand(
         self,
@@ -79,11 +71,10 @@ class TiledDeltas:
         shrunk: torch.Tensor,
         layer: LayerPages,
         plan: RowPlan,
-        place_pages: torch.Tensor,
         bias: torch.Tensor | None,
-        gated: torch.Tensor | None,
+        gated: torch.Tensor | None = None,
     ) -> None:
-        tiles = _get_tiles(plan)
+        tiles, place_pages = _get_tiles(plan), plan.place_pages
         if shrunk.dim() == 3:  # that an embedding has looked up
             shrunk = shrunk.unsqueeze(0)
         sizes = self._choose_sizes(tiles, layer, place_pages)
@@ -109,17 +100,11 @@ class TritonDeltas(TiledDeltas):
     """With tiles by the number of rows, and the forms that spare launches."""
 
     def expand_gated(
-        self,
-        product: torch.Tensor,
-        shrunk: torch.Tensor,
-        layer: LayerPages,
-        plan: RowPlan,
-        place_pages: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        self, product: torch.Tensor, shrunk: torch.Tensor, layer: LayerPages, plan: RowPlan, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `SupportsGated`."""
         gated = product.new_empty(len(product), product.shape[1] // 2)
-        self._expand(product, shrunk, layer, plan, place_pages, bias, gated)
+        self._expand(product, shrunk, layer, plan, bias, gated)
         return gated
 
     def shrink_pairs(
@@ -176,8 +161,8 @@ class FixedDeltas(TiledDeltas):
         x, places = draw(rows, inputs), torch.arange(rows, dtype=torch.int32, device=device) % 3 - 1
 
         def compute(some: torch.Tensor) -> torch.Tensor:
-            plan, out = self.plan_rows(RowPlan(places[some]), 2), torch.ones(len(some), sum(splits), dtype=dtype, device=device)
-            self.expand(out, self.shrink(x[some], drawn, plan, numbers), drawn, plan, numbers)
+            plan, out = self.plan_rows(RowPlan(places[some], numbers)), torch.ones(len(some), sum(splits), dtype=dtype, device=device)
+            self.expand(out, self.shrink(x[some], drawn, plan), drawn, plan)
             return out
 
         order = torch.arange(rows, device=device)

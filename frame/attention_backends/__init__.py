@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from frame.attention_backends.libraries import FA3, FLASHINFER, FLASHMLA, TRTLLM_MHA, TRTLLM_MLA, FlashInferOptions, WorkspaceOptions
 from frame.attention_backends.measured import MEASURED
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements
 from frame.core.interfaces.plugin import Reason
-from frame.registration import KindRegistry, hookimpl
+from frame.registration import KindRegistry, PluginOptions, hookimpl
 
 TORCH_NATIVE = AttentionCapabilities(
     devices=("cpu", "cuda"),
@@ -72,10 +72,8 @@ TRITON = KernelCapabilities(
 )
 
 
-class TritonOptions(BaseModel):
+class TritonOptions(PluginOptions):
     """Settings of the `triton` backend."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     share_prefixes: bool = Field(
         True, description="Decode rows with a common prefix, or of one draft, read its keys once for all (cascade attention)."

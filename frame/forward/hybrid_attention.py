@@ -187,25 +187,12 @@ class HybridAttention(AttentionBackend):
             plan.whole.backend.replay_plan(plan.whole.batch.plan, batch)
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        plan: SplitPlan = batch.plan
-        if plan.decodes is None or plan.extends is None:
-            split = _only(plan)
-            return split.backend.run(spec, q, k, v, split.batch)
-        first = batch.num_decodes
-        decoded = plan.decodes.backend.run(spec, q[:first], k[:first], v[:first], plan.decodes.batch)
-        return _joined(batch, decoded, plan.extends.backend.run(spec, q[first:], k[first:], v[first:], plan.extends.batch))
+        return _run_parts(lambda backend: backend.run, spec, (q, k, v), batch)
 
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        plan: SplitPlan = batch.plan
-        if plan.decodes is None or plan.extends is None:
-            split = _only(plan)
-            return split.backend.run_mla(layer, q_nope, q_rope, latent, split.batch)
-        first = batch.num_decodes
-        decoded = plan.decodes.backend.run_mla(layer, q_nope[:first], q_rope[:first], latent[:first], plan.decodes.batch)
-        extended = plan.extends.backend.run_mla(layer, q_nope[first:], q_rope[first:], latent[first:], plan.extends.batch)
-        return _joined(batch, decoded, extended)
+        return _run_parts(lambda backend: backend.run_mla, layer, (q_nope, q_rope, latent), batch)
 
 
 def _can_stand_in(other: AttentionBackend, backend: AttentionBackend) -> bool:
@@ -219,15 +206,22 @@ def _planned(backend: AttentionBackend, batch: ForwardBatch) -> SplitBatch:
     return SplitBatch(backend, replace(batch, plan=backend.plan(batch)))
 
 
-def _only(plan: SplitPlan) -> SplitBatch:
-    split = plan.whole or plan.decodes or plan.extends
-    assert split is not None  # a step has rows
-    return split
-
-
-def _joined(batch: ForwardBatch, decoded: torch.Tensor, extended: torch.Tensor) -> torch.Tensor:
-    """Both results as one tensor. No copy is made if both were written to the batch's
-    `AttentionOutput`."""
+def _run_parts(
+    select: Callable[[AttentionBackend], Callable[..., torch.Tensor]],
+    layer: AttentionSpec | LatentProjections,
+    tensors: tuple[torch.Tensor, ...],
+    batch: ForwardBatch,
+) -> torch.Tensor:
+    """Call a method of each backend with its rows of the tensors. No copy is made if both results
+    were written to the batch's `AttentionOutput`."""
+    plan: SplitPlan = batch.plan
+    if plan.decodes is None or plan.extends is None:
+        split = plan.whole or plan.decodes or plan.extends
+        assert split is not None  # a step has rows
+        return select(split.backend)(layer, *tensors, split.batch)
+    first = batch.num_decodes
+    decoded = select(plan.decodes.backend)(layer, *[each[:first] for each in tensors], plan.decodes.batch)
+    extended = select(plan.extends.backend)(layer, *[each[first:] for each in tensors], plan.extends.batch)
     place = batch.get(AttentionOutput)
     if place is not None:
         halves = place.tensor, place.tensor[len(decoded) :]

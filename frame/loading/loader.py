@@ -101,7 +101,7 @@ def load_model(
     if report.planned:  # a tied head may turn out to be stored
         report.planned += count_bytes(model) - allocated
     with report.measure_phase("finish"):
-        finish_modules(model)
+        process_weights_after_loading(model)
         context.platform.release_memory()  # so that temporary memory counts as free when the KV cache is sized
     report.bytes = count_bytes(model)
     model.eval().requires_grad_(False)
@@ -144,9 +144,9 @@ def record_form(model: nn.Module) -> tuple[dict[str, int], list[tuple[float, flo
 def load_weights(
     model: nn.Module, checkpoint: Checkpoint, progress: bool = False, platform: Platform = HOST, *, is_dry: bool = False
 ) -> None:
-    """Load every parameter; call `finish_modules` afterwards. Raises CheckpointError if tensors are
-    missing. `progress`: show a bar. is_dry: of a model on the meta device, compare the names and
-    shapes, and read no values."""
+    """Load every parameter; call `process_weights_after_loading` afterwards. Raises CheckpointError
+    if tensors are missing. `progress`: show a bar. is_dry: of a model on the meta device, compare
+    the names and shapes, and read no values."""
     context = WeightSourceContext(
         checkpoint.folder,
         *_device_and_dtype(model),
@@ -211,11 +211,12 @@ def allocate_parameters(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def finish_modules(model: nn.Module) -> None:
-    """Call `finish` of every module that has one, inner modules first."""
+def process_weights_after_loading(model: nn.Module) -> None:
+    """Call the method of this name of every module that has one, inner modules first."""
     for module in reversed(list(model.modules())):
-        act = getattr(module, "finish", None)
-        if callable(act):
+        if callable(getattr(module, "finish", None)):  # the name of an earlier frame
+            raise TypeError(f"{type(module).__qualname__}.finish is process_weights_after_loading now")
+        if callable(act := getattr(module, "process_weights_after_loading", None)):
             act()
 
 

@@ -23,7 +23,15 @@ from frame.core.interfaces.platform import Platform, SupportsStreams
 from frame.core.interfaces.runner import TransferOrder
 from frame.core.interfaces.weight_transfer import TensorSpec, TransferError, TransferPart
 from frame.interfaces.weight_transfer import WeightTransfer
-from frame.loading.loader import UpdatedModel, beat_for_each, finish_modules, forget_loaded, join_names, list_missing, record_form
+from frame.loading.loader import (
+    UpdatedModel,
+    beat_for_each,
+    forget_loaded,
+    join_names,
+    list_missing,
+    process_weights_after_loading,
+    record_form,
+)
 from frame.loading.update_copy import UpdateCopy
 from frame.loading.weight_commands import JOINING
 
@@ -84,7 +92,7 @@ class LoadedModel:
         for unit, keys in list(self.units.items()):
             if not self._list_unsent(self.model, keys):
                 del self.units[unit]
-                finish_modules(self.model.get_submodule(unit))
+                process_weights_after_loading(self.model.get_submodule(unit))
 
     def list_missing(self, *, is_partial: bool) -> list[str]:
         """The checkpoint names without which the update cannot be committed. is_partial: of layers
@@ -95,11 +103,11 @@ class LoadedModel:
         touched = {key.rpartition(".")[0] for key, each in parameters.items() if each.loaded}
         return self._list_unsent(self.model, [key for key in sorted(self.released) if key.rpartition(".")[0] in touched])
 
-    def finish(self) -> None:
+    def finish_update(self) -> None:
         for key, parameter in find_sharded(self.model).items():
             if parameter.optional and not parameter.loaded:  # a scale that the trainer does not send stays
                 parameter.loaded = set(self.needed.get(key, ()))
-        finish_modules(self.model)
+        process_weights_after_loading(self.model)
 
     def _list_unsent(self, model: Any, keys: Iterable[str]) -> list[str]:
         """The names that these parameters need and that did not come."""
@@ -281,7 +289,7 @@ class TensorUpdates:
 
     def _commit(self, order: TransferOrder, beat: Callable[[], object]) -> None:
         for each in self._require_models():
-            each.finish()
+            each.finish_update()
             beat()
             if isinstance(self._platform, SupportsStreams) and record_form(each.model) != each.form:
                 raise CheckpointError("the update changes tensors or scales that captured graphs have read: restart with a checkpoint")

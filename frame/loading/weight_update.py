@@ -22,7 +22,7 @@ from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.platform import Platform, SupportsStreams
 from frame.core.interfaces.runner import ModelRunner, TransferOrder, WeightOrder, WrappedRunner
 from frame.interfaces.weights import WeightSource, WeightSourceContext
-from frame.loading.loader import Checkpoint, UpdatedModel, beat_for_each, finish_modules, load_weights, record_form
+from frame.loading.loader import Checkpoint, UpdatedModel, beat_for_each, load_weights, process_weights_after_loading, record_form
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class WeightUpdater:
             before = record_form(each.model)
             watched: Any = BeatingModel(each.model, beat)
             load_weights(watched, self._checkpoint(folder), platform=self._platform)
-            finish_modules(each.model)
+            process_weights_after_loading(each.model)
             beat()
             if streams is not None and record_form(each.model) != before:
                 raise CheckpointError(f"{folder} changes tensors or scales that captured graphs have read: restart with this checkpoint.")

@@ -83,7 +83,7 @@ class Indexer(nn.Module):
         self._always_selects = context.deterministic and context.limits.max_context > self.top_k
         self._invariant: InvariantMatmul | None = None
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Test the product of the weights of heads."""
         if self._is_deterministic and self._invariant is None:
             self._invariant = InvariantMatmul(self.weight.data)

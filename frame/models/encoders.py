@@ -94,7 +94,7 @@ class TransformersEncoders(nn.Module):
                 name = f"{_PREFIX}{short}"
             yield name, tensor
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Compute the buffers that no checkpoint stores, such as rotary frequencies, as
         transformers does after loading."""
         for tensor in self.model.parameters():

@@ -16,11 +16,13 @@ from frame.models.layers.mla import LatentAttention
 from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.rotary import Rotary, read_rope_parameters
-from frame.models.layers.router import RoutingRule
+from frame.models.layers.router import read_sigmoid_rule
 
 if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor
 
+# its names of DeepSeek-V3's settings
+_ROUTING = {"num_experts_per_token": "num_experts_per_tok", "moe_renormalize": "norm_topk_prob", "num_expert_group": "n_group"}
 _PATTERN = 4  # every fourth layer after the first has full attention, unless the config lists the layers
 
 
@@ -46,17 +48,7 @@ class KimiLinearForCausalLM(Decoder):
         if layer in find_dense_layers(config, self.model_config.num_layers, 1):
             return super().build_mlp(layer, prefix)
         inner = config["moe_intermediate_size"]
-        rule = RoutingRule(
-            top_k=config.get("num_experts_per_token") or config["num_experts_per_tok"],
-            scoring="sigmoid",
-            renormalize=bool(config.get("moe_renormalize", True)),
-            scale=config.get("routed_scaling_factor", 1.0),
-            groups=config.get("num_expert_group") or 1,
-            top_groups=config.get("topk_group") or 1,
-            group_score="top2",
-            correction=True,
-            precise=True,
-        )
+        rule = read_sigmoid_rule({**config, **{name: config[own] for own, name in _ROUTING.items() if own in config}})
         shared = GatedMLP(self.context, f"{prefix}.shared_experts", hidden, inner * config.get("num_shared_experts", 1))
         sizes = ExpertSizes(self.model_config.num_experts, hidden, inner, ("w1", "w3", "w2"))
         return MoE(self.context, prefix, sizes, rule, shared)

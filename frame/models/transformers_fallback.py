@@ -75,7 +75,7 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         return {name for name, _ in self.named_parameters()}
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Run two tokens without a cache, to record each layer's attention shape. Raises
         ConfigurationError if a layer does not call `attend` with the shape of the cache."""
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.context.device)

@@ -104,4 +104,4 @@ def _is_quantized(context: BuildContext, name: str, module: nn.Module) -> bool:
     layout = describe_layer(context, name, "linear")
     outputs, inputs = matrices[0].shape[-2:]
     stored = layout.list_tensors(inputs, [outputs])
-    return layout.rounds or list(stored) != ["weight"] or stored["weight"].dtype != context.dtype
+    return layout.quantizes or list(stored) != ["weight"] or stored["weight"].dtype != context.dtype

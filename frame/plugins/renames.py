@@ -83,6 +83,7 @@ MOVED_MODULES: Mapping[str, str] = MappingProxyType(
         "frame.models.layers.weights.plain_product": "frame.models.layers.weights.plain_gemm",
         "frame.models.layers.weights.products": "frame.models.layers.weights.gemms",
         "frame.testing.devices": "frame.plugins.devices",
+        "frame.testing.weights.packed_weights": "frame.testing.weights.canonical_weights",
     }
 )
 
@@ -164,7 +165,12 @@ RENAMES = tuple(
         ("tool_call_parser/3", "parsing", "ToolCallParser(options)", "ToolCallParser(context, options)"),
         ("weight_format/2", "weight_format", "Codes", "QuantType"),
         ("weight_format/2", "weight_format", "WeightScheme.codes", "WeightScheme.quant_type"),
-        ("weight_format/2", "weight_format", "PackedWeight.codes", "PackedWeight.quantized"),
+        ("weight_format/2", "weight_format", "PackedWeight", "CanonicalWeight"),
+        ("weight_format/2", "weight_format", "PackedWeight.codes", "CanonicalWeight.quantized"),
+        ("weight_format/2", "weight_format", "PackedWeight.rounds_inputs", "CanonicalWeight.quantizes_inputs"),
+        ("weight_format/2", "weight_format", "LayerFormat.decode", "LayerFormat.to_canonical"),
+        ("weight_format/2", "weight_format", "LayerFormat.encode", "LayerFormat.quantize_weight"),
+        ("weight_format/2", "weight_format", "LayerFormat.rounds", "LayerFormat.quantizes"),
         ("weight_format/2", "weight_format", "FormatCapabilities.codes", "FormatCapabilities.quant_types"),
         ("gemm_kernel/2", "gemm_kernel", "Speed.codes", "Speed.quant_type"),
     )

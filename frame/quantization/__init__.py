@@ -11,12 +11,12 @@ import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed
 from frame.core.interfaces.plugin import Reason
 from frame.core.interfaces.weight_format import FormatCapabilities
-from frame.registration import KindRegistry, hookimpl
+from frame.registration import KindRegistry, PluginOptions, hookimpl
 
 _LOW = ("bfloat16", "float16")
 
@@ -29,10 +29,8 @@ def _check_expression(expression: str) -> str:
     return expression
 
 
-class IgnoreOptions(BaseModel):
+class IgnoreOptions(PluginOptions):
     """Settings of formats that quantize unquantized checkpoints while loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     ignore: tuple[Annotated[str, AfterValidator(_check_expression)], ...] = Field(
         ("kv_b_proj$",),
@@ -40,22 +38,20 @@ class IgnoreOptions(BaseModel):
     )
 
 
-class RoundingOptions(IgnoreOptions):
+class OnlineOptions(IgnoreOptions):
     """Settings of `int8`."""
 
     head: bool = Field(False, description="Quantize the output head too, to int8 with one scale per output.")
 
 
-class Int4Options(RoundingOptions):
+class Int4Options(OnlineOptions):
     """Settings of `int4`."""
 
     group_size: Literal[32, 64, 128, 256] = Field(64, description="Inputs that share a scale and a zero point.")
 
 
-class HummingOptions(BaseModel):
+class HummingOptions(PluginOptions):
     """Settings of `humming`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     few_rows: bool = Field(
         False, description="Keep the quantized values a second time for the Triton kernel, which multiplies few rows and few pairs faster."
@@ -100,7 +96,7 @@ def register_weight_formats(registry: KindRegistry) -> None:
         capabilities = FormatCapabilities(checkpoints=(name,), quant_types=quantized)  # type: ignore[arg-type]
         registry.add(name, f"frame.quantization.{target}", capabilities=capabilities, rank=20, summary=summary)
     for name, yields, options, summary in (
-        ("int8", "int8", RoundingOptions, "Int8 weights with one scale per output, quantized while loading."),
+        ("int8", "int8", OnlineOptions, "Int8 weights with one scale per output, quantized while loading."),
         ("int4", "int4", Int4Options, "Int4 weights with a scale and a zero point per group, quantized while loading (round-to-nearest)."),
     ):
         registry.add(
@@ -174,7 +170,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         capabilities=TritonCapabilities(devices=("cuda",), speeds=(Speed("e4m3", 0, 1.5),), dtypes=_LOW, min_compute_capability=(8, 9)),
         requires=("triton>=3.4",),
         rank=90,
-        summary="e4m3 weights and activations: skinny Triton kernels and PyTorch's scaled matmuls. Activations are rounded per token.",
+        summary="e4m3 weights and activations: skinny Triton kernels and PyTorch's scaled matmuls. Activations are quantized per token.",
     )
     registry.add(
         "weight_only",
@@ -217,7 +213,7 @@ def register_gemm_kernels(registry: KindRegistry) -> None:
         ),
         requires=("triton>=3.4",),
         rank=90,
-        summary="int8 weights and activations (w8a8): skinny Triton kernels and PyTorch's matmuls. Activations are rounded per token.",
+        summary="int8 weights and activations (w8a8): skinny Triton kernels and PyTorch's matmuls. Activations are quantized per token.",
     )
     _register_for_all_devices(registry)
 

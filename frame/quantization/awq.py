@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weight_format import FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor
+from frame.core.interfaces.weight_format import CanonicalWeight, FormatContext, LayerFormat, LayerKind, StoredTensor
 from frame.quantization.gptq import group_axis
 from frame.quantization.integers import Integers, unpack_words, word_axis
 from frame.quantization.listed import ListedFormat
@@ -61,7 +61,7 @@ class AwqLayer(LayerFormat):
             "scales": StoredTensor(torch.float32, (by_group, OUTPUTS)),
         }
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         quantized, zeros = (_unpack(tensors[name]).transpose(-1, -2) for name in ("qweight", "qzeros"))
         return Integers(_BITS, quantized, tensors["scales"].transpose(-1, -2), zeros).pack(self.dtype)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat
+from frame.core.interfaces.weight_format import Axis, CanonicalWeight, FormatContext, LayerFormat, LayerKind, StoredTensor, WeightFormat
 from frame.quantization.fields import read_object, read_patterns
 from frame.quantization.floats import MX_GROUP, NV_GROUP, Fp4Layer, Mxfp8Layer
 from frame.quantization.fp8 import STATIC_SCALE, Fp8Layer, keep_static, make_layer
@@ -31,7 +31,7 @@ _BITS = (2, 3, 4, 8)
 
 class CompressedTensors(WeightFormat):
     """Reads `config_groups` and `ignore`. Weights only: activations keep the model's dtype, or are
-    rounded by the kernel."""
+    quantized by the kernel."""
 
     conformance_config: ClassVar[dict[str, Any]] = {
         "format": "pack-quantized",
@@ -94,7 +94,7 @@ def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any],
     if kind == "int" and strategy in _INTEGER:
         layout = IntegerLayer(
             dtype, int(bits or 0), int(size or 0) if strategy == "group" else 0, strategy == "tensor", symmetric,
-            bits == 8 and _rounds_inputs(group), _is_static(group, "int"),
+            bits == 8 and _quantizes_inputs(group), _is_static(group, "int"),
         )  # fmt: skip
         if stored == "pack-quantized" and bits in _BITS:
             return PackedLayer(layout, weights.get("actorder") in ("group", True))
@@ -106,13 +106,13 @@ def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any],
 
 
 def _is_static(group: Mapping[str, Any], kind: str) -> bool:
-    """Whether one stored scale rounds all activations to 8 bits of that kind."""
+    """Whether one stored scale quantizes all activations to 8 bits of that kind."""
     inputs = group.get("input_activations") or {}
     section_value = inputs.get("num_bits"), inputs.get("type", "int"), inputs.get("strategy"), bool(inputs.get("dynamic"))
     return section_value == (8, kind, "tensor", False) and bool(inputs.get("symmetric", True))
 
 
-def _rounds_inputs(group: Mapping[str, Any]) -> bool:
+def _quantizes_inputs(group: Mapping[str, Any]) -> bool:
     """Whether activations are quantized to symmetric int8."""
     inputs = group.get("input_activations") or {}
     return inputs.get("num_bits") == 8 and inputs.get("type", "int") == "int" and bool(inputs.get("symmetric", True))
@@ -123,14 +123,14 @@ class IntegerLayer(LayerFormat):
     """`weight` int8 [outputs, inputs], signed quantized values of `bits`, `weight_scale`, and
     `weight_zero_point` int8 unless `symmetric`: per `group` inputs, per output (0), or, with
     `single`, one for the layer.
-    `rounds_inputs`: see `PackedWeight`. `static`: `input_scale` is stored."""
+    `quantizes_inputs`: see `CanonicalWeight`. `static`: `input_scale` is stored."""
 
     dtype: torch.dtype
     bits: int
     group: int
     single: bool
     symmetric: bool
-    rounds_inputs: bool = False
+    quantizes_inputs: bool = False
     static: bool = False
 
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
@@ -147,14 +147,14 @@ class IntegerLayer(LayerFormat):
             return StoredTensor(dtype, (OUTPUTS,), scalar=True)
         return StoredTensor(dtype, (OUTPUTS, Axis("input", self.group, splits=True) if self.group else 1))
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         quantized, scales, zeros = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
         if self.single:
             scales, zeros = scales.unsqueeze(-1), None if zeros is None else zeros.unsqueeze(-1)
         middle = 1 << self.bits - 1
         unsigned = None if zeros is None else zeros.view(torch.uint8) + middle
         packed = Integers(self.bits, quantized.view(torch.uint8) + middle, scales, unsigned).pack(self.dtype)
-        packed.rounds_inputs, packed.input_scale = self.rounds_inputs, keep_static(tensors.get(_INPUT_SCALE))
+        packed.quantizes_inputs, packed.input_scale = self.quantizes_inputs, keep_static(tensors.get(_INPUT_SCALE))
         return packed
 
 
@@ -181,7 +181,7 @@ class PackedLayer(LayerFormat):
             tensors["weight_g_idx"] = StoredTensor(torch.int32, (INPUTS,))
         return tensors
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         integers = self.integers
         quantized = unpack_words(tensors["weight_packed"], integers.bits)[..., :inputs]
         scales, zeros = tensors["weight_scale"], tensors.get("weight_zero_point")

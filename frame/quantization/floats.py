@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from frame.core.interfaces.weight_format import BLOCK, Axis, LayerFormat, PackedWeight, StoredTensor, WeightScheme, pack_nibbles
+from frame.core.interfaces.weight_format import BLOCK, Axis, CanonicalWeight, LayerFormat, StoredTensor, WeightScheme, pack_nibbles
 from frame.quantization.integers import unpack_pairs
 from frame.quantization.plain import INPUTS, OUTPUTS
 
@@ -43,14 +43,14 @@ class Fp4Layer(LayerFormat):
             tensors[self.outer] = StoredTensor(torch.float32, (OUTPUTS,), scalar=True)
         return tensors
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         packed, scales = tensors[self.weight], tensors[self.scale]
         quantized = unpack_pairs(packed)
         quantized = pack_nibbles(F.pad(quantized, (0, -quantized.shape[-1] % BLOCK)))
         scheme = WeightScheme("e2m1", (1, self.group))
         if self.outer:
-            return PackedWeight(scheme, inputs, quantized, scales, outer=tensors[self.outer], divides=self.divides)
-        return PackedWeight(scheme, inputs, quantized, _exp2(scales))
+            return CanonicalWeight(scheme, inputs, quantized, scales, outer=tensors[self.outer], divides=self.divides)
+        return CanonicalWeight(scheme, inputs, quantized, _exp2(scales))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Mxfp8Layer(LayerFormat):
             "weight_scale": StoredTensor(torch.uint8, (OUTPUTS, Axis("input", MX_GROUP))),
         }
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        return PackedWeight(WeightScheme("e4m3", (1, MX_GROUP)), inputs, tensors["weight"], _exp2(tensors["weight_scale"]))
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        return CanonicalWeight(WeightScheme("e4m3", (1, MX_GROUP)), inputs, tensors["weight"], _exp2(tensors["weight_scale"]))
 
 
 def _exp2(exponents: torch.Tensor) -> torch.Tensor:

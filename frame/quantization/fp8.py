@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightScheme
+from frame.core.interfaces.weight_format import Axis, CanonicalWeight, FormatContext, LayerFormat, LayerKind, StoredTensor, WeightScheme
 from frame.quantization import IgnoreOptions
 from frame.quantization.fp8_format import Fp8Format, read_format
 from frame.quantization.fp8_weights import BLOCK, FP8, coarsen, quantize_blocks, quantize_outputs
+from frame.quantization.online import OnlineFormat
 from frame.quantization.plain import INPUTS, OUTPUTS, PlainLayer
-from frame.quantization.rounding import RoundingFormat
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 
-class Fp8(RoundingFormat):
+class Fp8(OnlineFormat):
     """fp8 for linear layers and experts: those that the checkpoint stores in fp8, or, in an
     unquantized checkpoint, all that the option `ignore` does not match."""
 
@@ -40,8 +40,8 @@ class Fp8(RoundingFormat):
             return super().describe_layer(name, kind)
         return make_layer(self._format, kind) if self._format.stores_layer(name) else PlainLayer(self.context.dtype)
 
-    def round_layer(self, kind: LayerKind) -> LayerFormat:
-        return RoundedFp8Layer(kind == "experts")
+    def describe_quantized(self, kind: LayerKind) -> LayerFormat:
+        return OnlineFp8Layer(kind == "experts")
 
 
 STATIC_SCALE = StoredTensor(torch.float32, (OUTPUTS,), scalar=True, optional=True)
@@ -78,24 +78,24 @@ class Fp8Layer(LayerFormat):
             tensors[stored.input_scale] = STATIC_SCALE
         return tensors
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         quantized, scales = tensors["weight"], tensors[self.stored.scale]
         if self.stored.sharing != "block":
             whole = scales if self.stored.sharing == "channel" else scales.unsqueeze(-1)
             static = tensors.get(self.stored.input_scale or "")
-            return PackedWeight(WeightScheme("e4m3", (1, 0)), inputs, quantized, whole, input_scale=keep_static(static))
+            return CanonicalWeight(WeightScheme("e4m3", (1, 0)), inputs, quantized, whole, input_scale=keep_static(static))
         step = quantized.shape[-2] // scales.shape[-2], quantized.shape[-1] // scales.shape[-1]
         scales, block = coarsen(scales, step, self.stored.block)
-        return PackedWeight(WeightScheme("e4m3", block), inputs, quantized, scales)
+        return CanonicalWeight(WeightScheme("e4m3", block), inputs, quantized, scales)
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedFp8Layer(LayerFormat):
+class OnlineFp8Layer(LayerFormat):
     """The weight of an unquantized checkpoint, quantized while loading: one scale per output, or,
     for `experts` of sizes that are multiples of 128, per block of 128 x 128."""
 
     experts: bool
-    rounds: ClassVar[bool] = True
+    quantizes: ClassVar[bool] = True
 
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         if self._by_blocks(inputs, *outputs):
@@ -104,7 +104,7 @@ class RoundedFp8Layer(LayerFormat):
             scales = StoredTensor(torch.float32, (OUTPUTS, 1))
         return {"quantized": StoredTensor(FP8, (OUTPUTS, INPUTS)), "scales": scales}
 
-    def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
+    def quantize_weight(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
         if self._by_blocks(weight.shape[1], *outputs):
             quantized, scales = quantize_blocks(weight)
         else:
@@ -112,10 +112,10 @@ class RoundedFp8Layer(LayerFormat):
             scales = scales.unsqueeze(-1)
         return {"quantized": quantized, "scales": scales}
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         quantized, scales = tensors["quantized"], tensors["scales"]
         group = (1, 0) if scales.shape[-2] == quantized.shape[-2] else (BLOCK, BLOCK)
-        return PackedWeight(WeightScheme("e4m3", group), inputs, quantized, scales)
+        return CanonicalWeight(WeightScheme("e4m3", group), inputs, quantized, scales)
 
     def _by_blocks(self, *sizes: int) -> bool:
         return self.experts and not any(size % BLOCK for size in sizes)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat
+from frame.core.interfaces.weight_format import Axis, CanonicalWeight, FormatContext, LayerFormat, LayerKind, StoredTensor, WeightFormat
 from frame.quantization.fields import check_expression, read_object, read_patterns
 from frame.quantization.integers import Integers, check_owners, pack_words, unpack_words, word_axis
 from frame.quantization.patterns import find_match, matches
@@ -146,7 +146,7 @@ class GptqLayer(LayerFormat):
             "g_idx": StoredTensor(torch.int32, (INPUTS,), optional=not self.ordered),
         }
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         quantized = unpack_words(tensors["qweight"].transpose(-1, -2), self.bits)
         zeros = unpack_words(tensors["qzeros"], self.bits).transpose(-1, -2)
         zeros = (zeros + self.lift).bitwise_and_((1 << self.bits) - 1)

@@ -13,41 +13,41 @@ import torch
 from frame.core.interfaces.weight_format import (
     BLOCK,
     Axis,
+    CanonicalWeight,
     LayerFormat,
     LayerKind,
-    PackedWeight,
     StoredTensor,
     WeightScheme,
     pack_nibbles,
 )
 from frame.quantization import Int4Options
-from frame.quantization.int8 import RoundedInt8Layer
+from frame.quantization.int8 import OnlineInt8Layer
+from frame.quantization.online import OnlineFormat
 from frame.quantization.plain import OUTPUTS
-from frame.quantization.rounding import RoundingFormat
 
 _SMALLEST = 1e-8
 
 
-class Int4(RoundingFormat):
+class Int4(OnlineFormat):
     """Int4 for linear layers and experts, int8 for the head."""
 
     options: Int4Options
     options_class = Int4Options
 
-    def round_layer(self, kind: LayerKind) -> LayerFormat:
+    def describe_quantized(self, kind: LayerKind) -> LayerFormat:
         if kind == "head":
-            return RoundedInt8Layer(self.context.dtype)
-        return RoundedInt4Layer(self.context.dtype, self.options.group_size)
+            return OnlineInt8Layer(self.context.dtype)
+        return OnlineInt4Layer(self.context.dtype, self.options.group_size)
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedInt4Layer(LayerFormat):
+class OnlineInt4Layer(LayerFormat):
     """int4 values, and one scale and zero point for `group` inputs, or for the greatest
     divisor of the inputs that divides `group` too."""
 
     dtype: torch.dtype
     group: int
-    rounds: ClassVar[bool] = True
+    quantizes: ClassVar[bool] = True
 
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         size = gcd(inputs, self.group)
@@ -57,7 +57,7 @@ class RoundedInt4Layer(LayerFormat):
             "zeros": StoredTensor(torch.int8, (OUTPUTS, Axis("input", size))),
         }
 
-    def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
+    def quantize_weight(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """The least and the largest number of a group, and 0, lie between the quantized values 0
         and 15."""
         groups = weight.float().unflatten(1, (-1, gcd(weight.shape[1], self.group)))
@@ -68,6 +68,6 @@ class RoundedInt4Layer(LayerFormat):
         padded = torch.nn.functional.pad(quantized, (0, -quantized.shape[1] % BLOCK))
         return {"quantized": pack_nibbles(padded), "scales": scales, "zeros": zeros.to(torch.int8)}
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         scheme = WeightScheme("int4", (1, gcd(inputs, self.group)), zeros=True)
-        return PackedWeight(scheme, inputs, tensors["quantized"], tensors["scales"], tensors["zeros"])
+        return CanonicalWeight(scheme, inputs, tensors["quantized"], tensors["scales"], tensors["zeros"])

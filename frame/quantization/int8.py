@@ -9,34 +9,34 @@ from typing import ClassVar
 
 import torch
 
-from frame.core.interfaces.weight_format import LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightScheme
+from frame.core.interfaces.weight_format import CanonicalWeight, LayerFormat, LayerKind, StoredTensor, WeightScheme
+from frame.quantization.online import OnlineFormat
 from frame.quantization.plain import INPUTS, OUTPUTS
-from frame.quantization.rounding import RoundingFormat
 
 _SMALLEST = 1e-8
 
 
-class Int8(RoundingFormat):
+class Int8(OnlineFormat):
     """Int8 for linear layers and experts."""
 
-    def round_layer(self, kind: LayerKind) -> LayerFormat:
-        return RoundedInt8Layer(self.context.dtype)
+    def describe_quantized(self, kind: LayerKind) -> LayerFormat:
+        return OnlineInt8Layer(self.context.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedInt8Layer(LayerFormat):
+class OnlineInt8Layer(LayerFormat):
     """int8 [outputs, inputs] and one scale per output in the model's dtype."""
 
     dtype: torch.dtype
-    rounds: ClassVar[bool] = True
+    quantizes: ClassVar[bool] = True
 
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         return {"quantized": StoredTensor(torch.int8, (OUTPUTS, INPUTS)), "scales": StoredTensor(self.dtype, (OUTPUTS, 1))}
 
-    def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
+    def quantize_weight(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """The largest magnitude of a row becomes 127."""
         scale = (weight.float().abs().amax(1, keepdim=True) / 127).clamp_min(_SMALLEST).to(self.dtype)
         return {"quantized": (weight.float() / scale.float()).round_().clamp_(-127, 127).to(torch.int8), "scales": scale}
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        return PackedWeight(WeightScheme("int8"), inputs, tensors["quantized"], tensors["scales"])
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        return CanonicalWeight(WeightScheme("int8"), inputs, tensors["quantized"], tensors["scales"])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weight_format import BLOCK, Axis, PackedWeight, WeightScheme, pack_nibbles
+from frame.core.interfaces.weight_format import BLOCK, Axis, CanonicalWeight, WeightScheme, pack_nibbles
 
 _WORD = 32  # bits of a packed word
 
@@ -63,7 +63,7 @@ class Integers:
     zeros: torch.Tensor | None = None
     owners: torch.Tensor | None = None
 
-    def pack(self, dtype: torch.dtype) -> PackedWeight:
+    def pack(self, dtype: torch.dtype) -> CanonicalWeight:
         """The canonical form. `dtype`: of the model, preferred for scales if it represents them."""
         inputs, ordered, order = self.quantized.shape[-1], self, None
         if self.owners is not None and self.scales.shape[-1] > 1:
@@ -75,7 +75,7 @@ class Integers:
         quantized = ordered.quantized.to(torch.int16).add_(shift).to(torch.uint8 if self.bits <= 4 else torch.int8)
         if self.bits <= 4:
             quantized = pack_nibbles(F.pad(quantized, (0, -quantized.shape[-1] % BLOCK)))
-        return PackedWeight(scheme, inputs, quantized.contiguous(), compact(ordered.scales, dtype), zeros, order=order)
+        return CanonicalWeight(scheme, inputs, quantized.contiguous(), compact(ordered.scales, dtype), zeros, order=order)
 
     def _sort(self) -> tuple[Integers, torch.Tensor | None]:
         """The same weights with the inputs sorted by group, and the order; None: sorted before."""

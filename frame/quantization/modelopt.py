@@ -23,7 +23,7 @@ _LAYOUTS: dict[str, LayerFormat] = {
 
 class ModelOpt(ListedFormat):
     """Reads `quant_algo`, and `exclude_modules` or `ignore`. Activations keep the model's dtype, or
-    are rounded by the kernel."""
+    are quantized by the kernel."""
 
     ignored_weights = (r".*\.input_scale$",)
     conformance_config: ClassVar[dict[str, Any]] = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from frame.core.interfaces.weight_format import Axis, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat, WeightScheme
+from frame.core.interfaces.weight_format import Axis, CanonicalWeight, LayerFormat, LayerKind, StoredTensor, WeightFormat, WeightScheme
 
 OUTPUTS, INPUTS = Axis("output"), Axis("input")
 
@@ -21,8 +21,8 @@ class PlainLayer(LayerFormat):
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         return {"weight": StoredTensor(self.dtype, (OUTPUTS, INPUTS))}
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        return PackedWeight(WeightScheme("plain"), inputs, tensors["weight"])
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        return CanonicalWeight(WeightScheme("plain"), inputs, tensors["weight"])
 
 
 class Plain(WeightFormat):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightScheme
+from frame.core.interfaces.weight_format import Axis, CanonicalWeight, FormatContext, LayerFormat, LayerKind, StoredTensor, WeightScheme
 from frame.quantization.fields import read_object
 from frame.quantization.fp8_weights import FP8
 from frame.quantization.integers import Integers
@@ -35,7 +35,7 @@ _TYPES = {
 
 class TorchAo(ListedFormat):
     """Reads `quant_type.default` and `modules_to_not_convert`. Activations keep the model's dtype,
-    or are rounded by the kernel."""
+    or are quantized by the kernel."""
 
     conformance_config: ClassVar[dict[str, Any]] = {
         "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {"granularity": {"_type": "PerRow"}}}}
@@ -78,7 +78,7 @@ def _read_type(value: Any, dtype: torch.dtype) -> TorchAoLayer:
     if shared == "PerGroup" and bits and isinstance(group, int) and group > 0:
         return replace(layout, group=group)
     if shared in ("PerRow", "PerAxis") or (shared == "PerTensor" and not bits):
-        return replace(layout, is_single=shared == "PerTensor", rounds_inputs=name == "Int8DynamicActivationInt8WeightConfig")
+        return replace(layout, is_single=shared == "PerTensor", quantizes_inputs=name == "Int8DynamicActivationInt8WeightConfig")
     raise CheckpointError(f"{where} has the granularity {shared!r} with {name}, which is not read: choose PerRow.")
 
 
@@ -90,14 +90,14 @@ def _name_of(dtype: Any) -> str:
 class TorchAoLayer(LayerFormat):
     """`_weight_qdata` int8 or e4m3 [outputs, inputs], `_weight_scale` and, of integers,
     `_weight_zero_point`: per `group` inputs, per output (0), or `is_single`. `has_zeros`: the zero
-    points are not optional. `rounds_inputs`: see `PackedWeight`."""
+    points are not optional. `quantizes_inputs`: see `CanonicalWeight`."""
 
     dtype: torch.dtype
     bits: int
     group: int = 0
     is_single: bool = False
     has_zeros: bool = False
-    rounds_inputs: bool = False
+    quantizes_inputs: bool = False
 
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         shared = Axis("input", self.group, splits=True) if self.group else 1
@@ -105,13 +105,13 @@ class TorchAoLayer(LayerFormat):
         tensors = {_QUANTIZED: StoredTensor(torch.int8 if self.bits else FP8, (OUTPUTS, INPUTS)), _SCALE: StoredTensor(torch.float32, axes)}
         return tensors | ({_ZERO: StoredTensor(torch.int8, axes, optional=not self.has_zeros)} if self.bits else {})
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         quantized, scales = tensors[_QUANTIZED], tensors[_SCALE]
         if not self.bits:
             scales = scales.expand(*quantized.shape[:-1], 1).contiguous()
-            return PackedWeight(WeightScheme("e4m3", (1, 0)), inputs, quantized, scales)
+            return CanonicalWeight(WeightScheme("e4m3", (1, 0)), inputs, quantized, scales)
         middle = 1 << self.bits - 1
         zeros = tensors[_ZERO].to(torch.int16).add_(middle).to(torch.uint8) if bool(tensors[_ZERO].any()) else None
         packed = Integers(self.bits, quantized.to(torch.int16).add_(middle).to(torch.uint8), scales, zeros).pack(self.dtype)
-        packed.rounds_inputs = self.rounds_inputs
+        packed.quantizes_inputs = self.quantizes_inputs
         return packed

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, LayerKind, PackedWeight, StoredTensor
+from frame.core.interfaces.weight_format import Axis, CanonicalWeight, FormatContext, LayerFormat, LayerKind, StoredTensor
 from frame.quantization.fp8 import Fp8Layer
 from frame.quantization.fp8_format import Fp8Format, read_block
 from frame.quantization.integers import Integers, unpack_pairs
@@ -26,7 +26,7 @@ _SIGNS = 0x88  # flips the signs of both nibbles of a byte: two's complement to 
 
 class W4AFp8(ListedFormat):
     """Reads `ignored_layers`, `weight_block_size` and `group_size`. Activations keep the model's
-    dtype, or are rounded by the kernel."""
+    dtype, or are quantized by the kernel."""
 
     ignored_weights = (r".*\.input_scale$",)
     conformance_config: ClassVar[dict[str, Any]] = {"quant_method": "w4afp8"}
@@ -55,6 +55,6 @@ class W4ExpertsLayer(LayerFormat):
             "weight_scale_inv": StoredTensor(torch.float32, (OUTPUTS, Axis("input", _GROUP, splits=True))),
         }
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         quantized = unpack_pairs(tensors["weight"].view(torch.uint8) ^ _SIGNS)
         return Integers(4, quantized, tensors["weight_scale_inv"]).pack(self.dtype)

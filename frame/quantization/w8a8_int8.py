@@ -15,4 +15,4 @@ class W8A8Int8(ListedFormat):
     conformance_config: ClassVar[dict[str, Any]] = {"ignore": ["lm_head"]}
 
     def describe_quantized(self, kind: LayerKind) -> LayerFormat:
-        return IntegerLayer(self.context.dtype, 8, 0, single=False, symmetric=True, rounds_inputs=True)
+        return IntegerLayer(self.context.dtype, 8, 0, single=False, symmetric=True, quantizes_inputs=True)

@@ -27,11 +27,11 @@ def test_rows_get_the_deltas_of_their_adapter(operations: TorchDeltas) -> None:
     layer.counts[:] = torch.tensor([2, 0, 1])
     layer.has_scale[2] = 1
     place_pages = torch.tensor([[4, 1], [0, 0], [2, 0]], dtype=torch.int32)
-    plan = RowPlan(torch.tensor([0, -1, 2, 1, 0], dtype=torch.int32))
+    plan = RowPlan(torch.tensor([0, -1, 2, 1, 0], dtype=torch.int32), place_pages)
     x, out, bias = torch.randn(5, 24), torch.randn(5, 12), torch.randn(12)
     before = out.clone()
-    plan = operations.plan_rows(plan, 3)
-    operations.expand(out, operations.shrink(x, layer, plan, place_pages), layer, plan, place_pages, bias)
+    plan = operations.plan_rows(plan)
+    operations.expand(out, operations.shrink(x, layer, plan), layer, plan, bias)
 
     for row, place in enumerate(plan.places.tolist()):
         expected = before[row].clone()
@@ -51,18 +51,18 @@ def test_pairs_get_the_deltas_of_their_expert(operations: TorchDeltas) -> None:
     layer = _layer(pages=3, stacks=3, inputs=16, splits=(6,), places=2, experts=3)
     layer.counts[:] = 1
     place_pages = torch.tensor([[2], [0]], dtype=torch.int32)
-    plan = RowPlan(torch.tensor([1, 0, 0, -1], dtype=torch.int32), torch.tensor([2, 0, 1, 1]))
+    plan = RowPlan(torch.tensor([1, 0, 0, -1], dtype=torch.int32), place_pages, torch.tensor([2, 0, 1, 1]))
     x, out = torch.randn(4, 16), torch.zeros(4, 6)
-    plan = operations.plan_rows(plan, 2, 3)
-    operations.expand(out, operations.shrink(x, layer, plan, place_pages), layer, plan, place_pages)
+    plan = operations.plan_rows(plan, 3)
+    operations.expand(out, operations.shrink(x, layer, plan), layer, plan)
     torch.testing.assert_close(out[0], layer.b[0, 2] @ (layer.a[0, 2] @ x[0]))
     torch.testing.assert_close(out[2], layer.b[2, 1] @ (layer.a[2, 1] @ x[2]))
     assert not out[3].any()
 
 
 def _add_deltas(operations: TorchDeltas, layer: LayerPages, x: torch.Tensor, places: list[int], pages: torch.Tensor) -> torch.Tensor:
-    plan, out = operations.plan_rows(RowPlan(torch.tensor(places, dtype=torch.int32)), 2), torch.ones(len(x), 72, dtype=x.dtype)
-    operations.expand(out, operations.shrink(x, layer, plan, pages), layer, plan, pages)
+    plan, out = operations.plan_rows(RowPlan(torch.tensor(places, dtype=torch.int32), pages)), torch.ones(len(x), 72, dtype=x.dtype)
+    operations.expand(out, operations.shrink(x, layer, plan), layer, plan)
     return out
 
 

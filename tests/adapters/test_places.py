@@ -157,14 +157,14 @@ class PlaceMachine(RuleBasedStateMachine):
         if self.places.acquire(request, is_idle=is_idle):
             self.running.append(request)
         else:
-            self.places.end_request(request)
+            self.places.finish_request(request)
 
     @precondition(lambda self: self.running)
     @rule(index=st.integers(0, 100))
     def end(self, index: int) -> None:
         request = self.running.pop(index % len(self.running))
         self.places.release(request)
-        self.places.end_request(request)
+        self.places.finish_request(request)
 
     @rule(digest=st.integers(0, 5))
     def reload(self, digest: int) -> None:

@@ -44,7 +44,7 @@ def test_the_gated_form_is_the_activation_of_what_expand_computes() -> None:
     layer.pages = LayerPages(
         torch.randn(2, 2, 16, 8), torch.randn(2, 1, 12, 16), (6, 6), torch.tensor([1]).int(), torch.rand(1, 12), torch.tensor([1]).int()
     )
-    layer.rows.plan, layer.rows.place_pages = RowPlan(torch.tensor([0, -1, 0]).int()), torch.tensor([[1]]).int()
+    layer.rows.plan = RowPlan(torch.tensor([0, -1, 0]).int(), torch.tensor([[1]]).int())
     x, product, bias = torch.randn(3, 8), torch.randn(3, 12), torch.randn(12)
     before, shrunk = product.clone(), layer.shrink(x)
     got = layer.expand_gated(product, shrunk, bias)

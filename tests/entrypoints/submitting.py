@@ -38,6 +38,6 @@ def submit_request(
         for sequence in request.sequences:
             client.start_sequence(sequence)
     except BaseException:
-        client.cancel_request(request)
+        client.abort_start(request)
         raise
     return request

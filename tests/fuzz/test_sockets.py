@@ -181,7 +181,7 @@ async def attack_texts(folder: Path, seed: int, count: int) -> None:
         if isinstance(message, Tokenize):
             tokenize(text, message)
     for client, reply in zip(clients, replies, strict=True):
-        client.abandon_request(reply)
+        client.abort_request(reply)
         assert client.num_outstanding == 0
     transport.close()
 

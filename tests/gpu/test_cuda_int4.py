@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.core.interfaces.weight_format import CanonicalWeight, WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.kernels.linear import blocked_int4
 from frame.kernels.linear.blocked_int4 import BlockedGemms, TilesPlan, pack_weight
 from frame.quantization.gemm.cuda_int4 import CudaInt4Kernel
-from frame.testing.weights.packed_weights import make_weight
+from frame.testing.weights.canonical_weights import make_weight
 from tests.gpu.conformance_checks import checks_on, ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -31,7 +31,7 @@ def test_conformance(check: Any) -> None:
     check.run()
 
 
-def on_gpu(weight: PackedWeight) -> PackedWeight:
+def on_gpu(weight: CanonicalWeight) -> CanonicalWeight:
     for name, tensor in weight.tensors.items():
         setattr(weight, name, tensor.cuda())
     return weight

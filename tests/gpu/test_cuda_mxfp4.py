@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput
-from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.core.interfaces.weight_format import CanonicalWeight, WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.models.layers.weights.expert_activation import ClampedSwiGLU, activate
 from frame.quantization.gemm.cuda_mxfp4 import CudaMxfp4Kernel
-from frame.testing.weights.packed_weights import make_weight
+from frame.testing.weights.canonical_weights import make_weight
 from tests.gpu.conformance_checks import checks_on, ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -53,7 +53,7 @@ class Experts:
         self.gemms: dict[str, Any] = {name: kernel.prepare_experts(weight) for name, weight in weights.items()}
         self.dense = {name: weight.dequantize(torch.float32).double() for name, weight in weights.items()}
 
-    def make(self, outputs: int, inputs: int, seed: int) -> PackedWeight:
+    def make(self, outputs: int, inputs: int, seed: int) -> CanonicalWeight:
         weight = make_weight(WeightScheme("e2m1", (1, 32)), outputs, inputs, experts=self.count, dtype=torch.bfloat16, seed=seed)
         for name, tensor in weight.tensors.items():
             setattr(weight, name, tensor.cuda())

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput
-from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.core.interfaces.weight_format import CanonicalWeight, WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.quantization import HummingOptions
 from frame.quantization.gemm.humming import HummingKernel
 from frame.testing.moe.experts import reference
-from frame.testing.weights.packed_weights import make_weight
+from frame.testing.weights.canonical_weights import make_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 pytest.importorskip("humming", reason="needs humming-kernels")
@@ -23,7 +23,7 @@ SCHEMES = [WeightScheme("int4", (1, 128)), WeightScheme("int4", (1, 64), zeros=T
 OUTPUTS, INPUTS = 512, 1024
 
 
-def on_gpu(weight: PackedWeight) -> PackedWeight:
+def on_gpu(weight: CanonicalWeight) -> CanonicalWeight:
     for name, tensor in weight.tensors.items():
         setattr(weight, name, tensor.cuda())
     return weight

@@ -31,14 +31,14 @@ def test_a_graph_reads_the_places_of_its_replay(rows: int, experts: int, dtype: 
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         base = x @ weight.t()
-        tiled = operations.plan_rows(plan, len(case.counts), experts)
+        tiled = operations.plan_rows(plan, experts)
         main = torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            shrunk = operations.shrink(x, case.layer, tiled, case.place_pages)
+            shrunk = operations.shrink(x, case.layer, tiled)
         result = base * 1.0
         main.wait_stream(side)
-        operations.expand(result, shrunk, case.layer, tiled, case.place_pages, bias)
+        operations.expand(result, shrunk, case.layer, tiled, bias)
         return base, result
 
     step()
@@ -71,9 +71,9 @@ def test_a_graph_of_the_gated_form_reads_the_places_of_its_replay(rows: int, dty
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         product = x @ weight.t()
-        tiled = operations.plan_rows(plan, len(case.counts))
-        shrunk = operations.shrink(x, case.layer, tiled, case.place_pages)
-        return product, operations.expand_gated(product, shrunk, case.layer, tiled, case.place_pages, bias)
+        tiled = operations.plan_rows(plan)
+        shrunk = operations.shrink(x, case.layer, tiled)
+        return product, operations.expand_gated(product, shrunk, case.layer, tiled, bias)
 
     step()
     torch.cuda.synchronize()

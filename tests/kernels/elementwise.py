@@ -114,7 +114,7 @@ def test_output_gate(dtype: torch.dtype, tokens: int, heads: int, dim: int, gap:
 
 
 def rotary_table(positions: int, dim: int, interleaved: bool, dtype: torch.dtype) -> torch.Tensor:
-    """As `Rotary.finish` lays it out: every cosine twice, then every sine with both signs."""
+    """As `Rotary` lays it out: every cosine twice, then every sine with both signs."""
     angles = torch.arange(positions)[:, None] * 100.0 ** (-torch.arange(0, dim, 2) / dim)
     cos, sin = angles.cos(), angles.sin()
     if interleaved:

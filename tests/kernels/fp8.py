@@ -23,14 +23,14 @@ from frame.models.layers.parameter import Range, load_parameters
 from frame.models.layers.weights.expert_weights import ExpertWeights
 from frame.plugins.moe_runners.torch_native import TorchNative
 from frame.plugins.moe_runners.triton import Triton
-from frame.quantization.fp8 import Fp8Layer, RoundedFp8Layer
+from frame.quantization.fp8 import Fp8Layer, OnlineFp8Layer
 from frame.quantization.fp8_format import Fp8Format
 from frame.quantization.fp8_weights import quantize_blocks, quantize_outputs
 from frame.quantization.gemm.int8 import Int8Kernel
-from frame.quantization.gemm.rounded_matmul import RoundedMatmul, find_obstacle
+from frame.quantization.gemm.w8a8_matmul import W8A8Matmul, find_obstacle
 from frame.testing.checkpoints import load_reference
 from frame.testing.gemm_kernels import make_gemm_kernels
-from frame.testing.weights.packed_weights import make_weight
+from frame.testing.weights.canonical_weights import make_weight
 from tests.models.harness import open_session
 from tests.quantization.fp8_checkpoints import make_pair
 
@@ -81,7 +81,7 @@ def test_int8_products_are_exact(outputs: int, inputs: int) -> None:
     """The sums of integers equal those in int64; only scales round."""
     weight = torch.randint(-127, 128, (outputs, inputs), device=DEVICE, dtype=torch.int8)
     scales = torch.rand(outputs, 1, device=DEVICE) + 0.5
-    product = RoundedMatmul(weight, scales, (1, 0))
+    product = W8A8Matmul(weight, scales, (1, 0))
     bias = random(outputs)
     for rows in (1, MAX_ROWS, 400) if LARGE else (3, MAX_ROWS + 6):
         x = random(rows, inputs)
@@ -102,7 +102,7 @@ def test_int8_products_are_those_of_checkpoints_made_for_them() -> None:
     for name, tensor in weight.tensors.items():
         setattr(weight, name, tensor.to(DEVICE))
     assert "does not round" in str(kernel.find_obstacle(weight))
-    weight.rounds_inputs = True
+    weight.quantizes_inputs = True
     assert kernel.find_obstacle(weight) is None
     x = random(3, 128).bfloat16()
     check(kernel.prepare(weight)(x), x.double() @ weight.dequantize(torch.float32).double().t(), 0.03)
@@ -168,7 +168,7 @@ def test_stages_fit_into_small_shared_memory() -> None:
 def test_gated_rows(rows: int, outputs: int, inputs: int, is_block: bool) -> None:
     torch.manual_seed(rows)
     weight, scales, block = weight_of(outputs, inputs, is_block)
-    product = RoundedMatmul(weight, scales, block)
+    product = W8A8Matmul(weight, scales, block)
     for bias in (None, random(outputs)):
         x = random(rows, inputs)
         gate, up = product(x, weight, bias).double().chunk(2, -1)
@@ -191,7 +191,7 @@ def test_rescaling() -> None:
 def test_a_product_is_close_to_the_dequantized_one(rows: int, is_block: bool) -> None:
     torch.manual_seed(rows)
     weight, scales, block = weight_of(256, 384, is_block)
-    product = RoundedMatmul(weight, scales, block)
+    product = W8A8Matmul(weight, scales, block)
     x, bias = random(rows, 2, 384)[:, 1], random(256)
     want = x.double() @ dequantize(weight, scales, block).T + bias.double()
     out = product(x, weight, bias)
@@ -216,7 +216,7 @@ def test_a_static_scale_rounds_every_activation(rows: int) -> None:
     weight, scales, block = weight_of(256, 384, False)
     step = 0.0041
     given = torch.tensor([0.001, step], device=DEVICE).repeat_interleave(128)
-    product = RoundedMatmul(weight, scales, block, given)
+    product = W8A8Matmul(weight, scales, block, given)
     x, bias = random(rows, 384), random(256)
     assert float(x.abs().max()) > 448 * step
     rounded = (x.float() / step).clamp(-448, 448).to(FP8).double() * step
@@ -229,7 +229,7 @@ def test_a_static_scale_rounds_every_activation(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 64, 256])
 def test_a_captured_gemm(rows: int, is_block: bool) -> None:
     weight, scales, block = weight_of(4096, 1024, is_block)
-    product = RoundedMatmul(weight, scales, block)
+    product = W8A8Matmul(weight, scales, block)
     x = random(rows, 1024)
     product(x, weight, None)
     graph = torch.cuda.CUDAGraph()
@@ -266,11 +266,11 @@ def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         Fp8Layer(Fp8Format("block")),
         Fp8Layer(Fp8Format("tensor")),
         Fp8Layer(Fp8Format("channel")),
-        RoundedFp8Layer(experts=True),
+        OnlineFp8Layer(experts=True),
     ],
     ids=["blocks", "blocks of compressed tensors", "tensors", "outputs", "rounded"],
 )
-def test_experts_stay_fp8_for_a_runner_that_takes_them(layout: Fp8Layer | RoundedFp8Layer) -> None:
+def test_experts_stay_fp8_for_a_runner_that_takes_them(layout: Fp8Layer | OnlineFp8Layer) -> None:
     torch.manual_seed(0)
     x, ids, weights = random(5, 256), torch.randint(4, (5, 2), device=DEVICE), torch.rand(5, 2, device=DEVICE)
     numbers = {"gate_proj": torch.randn(4, 128, 256), "up_proj": torch.randn(4, 128, 256), "down_proj": torch.randn(4, 256, 128)}
@@ -287,8 +287,8 @@ def test_experts_stay_fp8_for_a_runner_that_takes_them(layout: Fp8Layer | Rounde
         for expert in range(4):
             experts.bind(expert, expert, Range.whole(256), Range.whole(128))
         load_parameters(layer, [pair for name, weight in numbers.items() for pair in stored_tensors(layout, name, weight)])
-        experts.finish()
-        experts.finish()
+        experts.prepare_gemms()
+        experts.prepare_gemms()
         assert (layer.gate_up.dtype == FP8) == bool(runner.takes_fp8)
         assert not experts.grouped
         outs[target.__name__] = runner.run(DispatchOutput(x, ids, weights), layer)
@@ -305,9 +305,9 @@ class Always(WeightFormat):
         return self.layout
 
 
-def stored_tensors(layout: Fp8Layer | RoundedFp8Layer, name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def stored_tensors(layout: Fp8Layer | OnlineFp8Layer, name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """The checkpoint tensors of a projection of all experts."""
-    if isinstance(layout, RoundedFp8Layer):
+    if isinstance(layout, OnlineFp8Layer):
         return [(f"experts.{expert}.{name}.weight", part) for expert, part in enumerate(weight)]
     stored, found = layout.stored, []
     quantize = {"block": quantize_blocks, "tensor": by_tensor, "channel": quantize_outputs}[stored.sharing]
@@ -326,7 +326,7 @@ def test_a_model_whose_layers_stay_fp8(architecture: str, dialect: str, tmp_path
     tokens = list(range(20, 30))
     session = open_session(stored, quantization="compressed-tensors" if dialect == "channel" else "fp8")
     gemms = {type(getattr(module, "gemm", None)).__name__ for module in session.model.modules()}  # type: ignore[attr-defined]
-    assert "RoundedGemm" in gemms
+    assert "W8A8Gemm" in gemms
     got = torch.cat((session.step([(0, tokens[:8])])[0], *(session.step([(0, [token])])[0] for token in tokens[8:])))
     with torch.no_grad():
         want = load_reference(plain)(torch.tensor([tokens])).logits[0]

@@ -182,7 +182,7 @@ def test_a_feed_forward_layer(dtype: torch.dtype, rows: int) -> None:
     gate, up = weights[0].chunk(2)
     load_parameters(layer, [("mlp.gate_proj.weight", gate), ("mlp.up_proj.weight", up), ("mlp.down_proj.weight", weights[1])])
     for linear in (layer.gate_up_proj, layer.down_proj):
-        linear.finish()  # a CPU may pack bfloat16
+        linear.process_weights_after_loading()  # a CPU may pack bfloat16
     x = random(rows, 96, dtype=dtype)
     inner = reference(x, weights[0], None, gated=True).to(dtype)
     torch.testing.assert_close(layer(x).double(), reference(inner, weights[1], None, gated=False), rtol=0.05, atol=8 * UNIT[dtype])

@@ -76,8 +76,9 @@ class Case:
 
     def make_plan(self) -> RowPlan:
         if not self.experts:
-            return RowPlan(self._numbers(self.places))
-        return RowPlan(self._numbers(self.places), torch.randint(self.experts, (len(self.places),), device=DEVICE))
+            return RowPlan(self._numbers(self.places), self.place_pages)
+        experts = torch.randint(self.experts, (len(self.places),), device=DEVICE)
+        return RowPlan(self._numbers(self.places), self.place_pages, experts)
 
     def make_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         rows, outputs = len(self.places), sum(self.splits)
@@ -85,23 +86,23 @@ class Case:
         return x, torch.randn(rows, outputs + self.gap, device=DEVICE).to(self.dtype)[:, :outputs]
 
     def compute(self, operations: TiledDeltas, x: torch.Tensor, out: torch.Tensor, plan: RowPlan, bias: torch.Tensor | None) -> None:
-        plan = operations.plan_rows(plan, len(self.counts), self.experts)
-        operations.expand(out, operations.shrink(x, self.layer, plan, self.place_pages), self.layer, plan, self.place_pages, bias)
+        plan = operations.plan_rows(plan, self.experts)
+        operations.expand(out, operations.shrink(x, self.layer, plan), self.layer, plan, bias)
 
     def compute_reference(self, x: torch.Tensor, out: torch.Tensor, plan: RowPlan, bias: torch.Tensor | None) -> torch.Tensor:
         """In float64."""
         layer = replace(self.layer, a=self.layer.a.double(), b=self.layer.b.double())
         result = out.double()
-        shrunk = TorchDeltas().shrink(x.double(), layer, plan, self.place_pages)
-        TorchDeltas().expand(result, shrunk, layer, plan, self.place_pages, None if bias is None else bias.double())
+        shrunk = TorchDeltas().shrink(x.double(), layer, plan)
+        TorchDeltas().expand(result, shrunk, layer, plan, None if bias is None else bias.double())
         return result
 
     def compute_gated(
         self, operations: TritonDeltas, x: torch.Tensor, product: torch.Tensor, plan: RowPlan, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        plan = operations.plan_rows(plan, len(self.counts))
-        shrunk = operations.shrink(x, self.layer, plan, self.place_pages)
-        return operations.expand_gated(product, shrunk, self.layer, plan, self.place_pages, bias)
+        plan = operations.plan_rows(plan)
+        shrunk = operations.shrink(x, self.layer, plan)
+        return operations.expand_gated(product, shrunk, self.layer, plan, bias)
 
     def check_gated(self, biased: bool = False) -> None:
         """Against two kernels: the same bits, but on a GPU sums of another order."""
@@ -324,5 +325,5 @@ def test_a_product_that_depends_on_other_rows_is_refused() -> None:
 
 
 class UnplannedDeltas(TritonDeltas):
-    def plan_rows(self, plan: RowPlan, num_places: int, num_experts: int = 0) -> RowPlan:  # type: ignore[override]
+    def plan_rows(self, plan: RowPlan, num_experts: int = 0) -> RowPlan:  # type: ignore[override]
         return plan

@@ -116,7 +116,7 @@ def test_float32_logits_of_many_tokens(exact: bool) -> None:
     router.weight.data.normal_(std=512**-0.5)
     if exact:
         router.weight.data.copy_(router.weight.data.bfloat16())
-    router.finish()
+    router.process_weights_after_loading()
     assert (router.weight.dtype == torch.bfloat16) == (exact and DEVICE.type == "cuda")
     for tokens in (3, 200):
         x = torch.randn(tokens, 512, device=DEVICE).bfloat16()
@@ -496,8 +496,8 @@ def make_layer(is_shared: bool, adapters: RandomAdapters | None = None) -> MoE:
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
     for module in layer.modules():
-        if module is not layer and hasattr(module, "finish"):
-            module.finish()
+        if module is not layer and hasattr(module, "process_weights_after_loading"):
+            module.process_weights_after_loading()
     return layer
 
 
@@ -518,7 +518,7 @@ def test_layer_with_adapters(tokens: int, is_shared: bool) -> None:
     layer = make_layer(is_shared, adapters)
     x, norm = torch.randn(tokens, 64), RMSNorm(CONTEXT, "n", 64, 1e-6)
     torch.nn.init.ones_(norm.weight)
-    norm.finish()
+    norm.process_weights_after_loading()
     adapters.places = torch.randint(-1, 2, (tokens,), dtype=torch.int32)
     got, (parts, _) = layer(x), layer.forward_normed(norm, x, torch.zeros_like(x))
     assert layer.experts.deltas is not None

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from frame.core.interfaces.moe import DispatchOutput
-from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.core.interfaces.weight_format import CanonicalWeight, WeightScheme
 from frame.kernels.linear.weight_only import MAX_FUSED_ROWS, Plan, choose_plan, dequantize, find_obstacle, multiply
 from frame.kernels.linear.weight_rows import MAX_PAIRS, RowsPlan, count_max_rows, multiply_rows
 from frame.kernels.moe.quantized_experts import PLAN_ROWS
 from frame.models.layers.weights.expert_activation import ClampedSwiGLU, activate, squared_relu
 from frame.quantization.gemm.weight_only import WeightOnlyGemm, WeightOnlyGroupedGemm
-from frame.testing.weights.packed_weights import make_weight
+from frame.testing.weights.canonical_weights import make_weight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LARGE = DEVICE.type == "cuda"
@@ -42,7 +42,7 @@ CASES = [
 SIZES = [(64, 256), (40, 192), *([(4096, 4096), (1024, 14336)] if LARGE else [])]
 
 
-def weight_of(scheme: WeightScheme, outer: bool, outputs: int, inputs: int, dtype: torch.dtype, experts: int = 0) -> PackedWeight:
+def weight_of(scheme: WeightScheme, outer: bool, outputs: int, inputs: int, dtype: torch.dtype, experts: int = 0) -> CanonicalWeight:
     weight = make_weight(scheme, outputs, inputs, experts=experts, outer=outer, dtype=dtype)
     for name, tensor in weight.tensors.items():
         setattr(weight, name, tensor.to(DEVICE))

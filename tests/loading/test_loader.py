@@ -16,7 +16,7 @@ from torch import nn
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.platform import HOST
 from frame.loading import weight_stream
-from frame.loading.loader import allocate_parameters, expected_shapes, finish_modules
+from frame.loading.loader import allocate_parameters, expected_shapes, process_weights_after_loading
 from frame.loading.weight_reader import ReadAhead
 from frame.loading.weight_stream import WeightStream
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
@@ -236,7 +236,7 @@ def test_multi_token_prediction_layers_are_ignored(tmp_path: Path) -> None:
 
 
 def test_second_load_updates_the_model(folder: Path) -> None:
-    """`finish_modules` may be called again: DeepSeek's derived weights follow the new weights."""
+    """The derived weights of DeepSeek follow the new weights."""
     from frame.loading.loader import load_weights
 
     first = make_checkpoint("DeepseekV3ForCausalLM", folder / "a", seed=1)
@@ -246,10 +246,10 @@ def test_second_load_updates_the_model(folder: Path) -> None:
     assert not torch.allclose(session.step(PROMPT)[0], want)
     assert isinstance(session.model, nn.Module)
     load_weights(session.model, checkpoint_of(second))
-    finish_modules(session.model)
+    process_weights_after_loading(session.model)
     session.computed.clear()
     assert torch.equal(session.step(PROMPT)[0], want)
-    finish_modules(session.model)  # without new weights: no change
+    process_weights_after_loading(session.model)  # without new weights: no change
     session.computed.clear()
     assert torch.equal(session.step(PROMPT)[0], want)
 

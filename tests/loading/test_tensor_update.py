@@ -15,7 +15,7 @@ from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.runner import TransferOrder
 from frame.core.interfaces.weight_transfer import TensorSpec, TransferError, TransferPart
 from frame.interfaces.weight_transfer import WeightTransfer, WeightTransferContext
-from frame.loading.loader import UpdatedModel, finish_modules
+from frame.loading.loader import UpdatedModel, process_weights_after_loading
 from frame.loading.tensor_update import TensorUpdates, find_sharded, find_unit
 from frame.testing.checkpoints import make_checkpoint
 from tests.models.harness import open_session
@@ -79,9 +79,9 @@ def test_a_layer_is_finished_with_its_last_tensor(quantization: str, folders: li
 
     def finish(module: nn.Module) -> None:
         finished.append(paths[id(module)])
-        finish_modules(module)
+        process_weights_after_loading(module)
 
-    monkeypatch.setattr("frame.loading.tensor_update.finish_modules", finish)
+    monkeypatch.setattr("frame.loading.tensor_update.process_weights_after_loading", finish)
     released = {key for key, each in find_sharded(model).items() if each.shape != each.whole_shape}
     sent = sorted(load_file(folders[1] / "model.safetensors").items())
     for number, (name, tensor) in enumerate(sent):

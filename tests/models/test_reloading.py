@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from frame.core.errors import CheckpointError
-from frame.loading.loader import finish_modules, load_weights
+from frame.loading.loader import load_weights, process_weights_after_loading
 from frame.models.layers.weights.layer_weight import replace_values, set_buffer
 from tests.models.harness import Session, checkpoint_of, open_session
 from tests.models.test_logits import ARCHITECTURES, NEWER
@@ -87,7 +87,7 @@ def check(folder: Path, other: Path, **names: Any) -> None:
     model: Any = session.model
     before = addresses(model)
     load_weights(model, checkpoint_of(other))
-    finish_modules(model)
+    process_weights_after_loading(model)
     after = addresses(model)
     assert before.keys() == after.keys()
     moved = [name for name in before if before[name] != after[name]]

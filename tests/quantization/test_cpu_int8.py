@@ -12,17 +12,17 @@ import torch
 from frame.core.interfaces.weight_format import WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.quantization.gemm.cpu_int8 import Int8CpuKernel, PackedInt8Gemm
-from frame.testing.weights.packed_weights import make_weight
+from frame.testing.weights.canonical_weights import make_weight
 
 needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs a CPU with VNNI")
 
 
 @needs_vnni
-@pytest.mark.parametrize(("rounds", "allowed"), [(False, 0.005), (True, 0.06)])
-def test_inputs_keep_the_resolution_of_bfloat16_unless_the_checkpoint_rounds_them(rounds: bool, allowed: float) -> None:
+@pytest.mark.parametrize(("quantizes", "allowed"), [(False, 0.005), (True, 0.06)])
+def test_inputs_keep_the_resolution_of_bfloat16_unless_the_checkpoint_quantizes_them(quantizes: bool, allowed: float) -> None:
     kernel, errors = Int8CpuKernel(build_context("cpu", torch.bfloat16, 16)), []
     weight = make_weight(WeightScheme("int8"), 96, 512, dtype=torch.bfloat16)
-    weight.rounds_inputs = rounds
+    weight.quantizes_inputs = quantizes
     product = kernel.prepare(weight)
     assert isinstance(product, PackedInt8Gemm)
     for rows in (1, 9, 64, 65, 200):
@@ -32,8 +32,8 @@ def test_inputs_keep_the_resolution_of_bfloat16_unless_the_checkpoint_rounds_the
         errors.append(float((product(x).double() - want).norm() / want.norm()))
     assert max(errors) <= allowed, errors
     assert torch.equal(product(torch.zeros(2, 512).bfloat16()), torch.zeros(2, 96).bfloat16())
-    if rounds:
-        assert min(errors) > 0.02, "the inputs are rounded to seven bits"
+    if quantizes:
+        assert min(errors) > 0.02, "the inputs are quantized to seven bits"
 
 
 @needs_vnni
@@ -43,10 +43,10 @@ def test_products_are_not_made_by_the_reference_of_onednn() -> None:
         import torch
         from frame.core.interfaces.weight_format import WeightScheme
         from frame.quantization.gemm.cpu_int8 import PackedInt8Gemm
-        from frame.testing.weights.packed_weights import make_weight
+        from frame.testing.weights.canonical_weights import make_weight
         for outputs, inputs in ((32, 64), (96, 512), (1408, 256)):
             weight = make_weight(WeightScheme("int8"), outputs, inputs, dtype=torch.bfloat16)
-            for weight.rounds_inputs in (False, True):
+            for weight.quantizes_inputs in (False, True):
                 product = PackedInt8Gemm(weight)
                 for rows in (1, 2, 9, 16, 200):
                     product(torch.randn(rows, inputs).bfloat16())

@@ -21,7 +21,7 @@ from frame.kernels.cuda_source import TensorMap
 from frame.kernels.linear import blocked_int4
 from frame.plugins.loader import load_registry
 from frame.quantization.gemm.cuda_int4 import CudaInt4Kernel
-from frame.testing.weights.packed_weights import make_weight
+from frame.testing.weights.canonical_weights import make_weight
 
 GROUPED = WeightScheme("int4", (1, 64), zeros=True)
 MACROS = {

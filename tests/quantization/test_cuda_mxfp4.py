@@ -14,7 +14,7 @@ from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.kernels.moe import blocked_mxfp4
 from frame.plugins.loader import load_registry
 from frame.quantization.gemm.cuda_mxfp4 import CudaMxfp4Kernel
-from frame.testing.weights.packed_weights import make_weight
+from frame.testing.weights.canonical_weights import make_weight
 
 MXFP4 = WeightScheme("e2m1", (1, 32))
 MASK = 0x81C081C0

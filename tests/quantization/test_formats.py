@@ -19,7 +19,7 @@ from torch import nn
 
 from frame.checkpoint.model_config import read_model_config
 from frame.core.errors import CheckpointError, ConfigurationError
-from frame.core.interfaces.weight_format import FormatContext, LayerFormat, PackedWeight, WeightScheme
+from frame.core.interfaces.weight_format import CanonicalWeight, FormatContext, LayerFormat, WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.models.layers.embedding import Head, VocabEmbedding
 from frame.models.layers.parameter import Range, load_parameters
@@ -30,7 +30,7 @@ from frame.quantization.compressed_tensors import CompressedTensors, read_scheme
 from frame.quantization.fp8 import Fp8
 from frame.quantization.gptq import Gptq
 from frame.quantization.int4 import Int4
-from frame.quantization.int8 import Int8, RoundedInt8Layer
+from frame.quantization.int8 import Int8, OnlineInt8Layer
 from frame.quantization.modelopt import ModelOpt
 from frame.quantization.mxfp4 import Mxfp4
 from frame.quantization.plain import PlainLayer
@@ -40,7 +40,7 @@ from frame.quantization.w8a8_fp8 import W8A8Fp8
 from frame.quantization.w8a8_int8 import W8A8Int8
 from frame.testing.checkpoints import load_reference, make_checkpoint
 from frame.testing.gemm_kernels import load_own_plugins, make_gemm_kernels
-from frame.testing.weights.packed_weights import check_form
+from frame.testing.weights.canonical_weights import check_form
 from tests.models.harness import Session, open_session, weights_of
 from tests.models.ranks import on_ranks
 from tests.quantization import checkpoints, write_gptq
@@ -119,7 +119,7 @@ def test_a_model_in_bfloat16(dialect: str, tmp_path: Path) -> None:
     assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.05
 
 
-def decode(layout: LayerFormat, tensors: dict[str, torch.Tensor], outputs: int = OUTPUTS, inputs: int = INPUTS) -> PackedWeight:
+def decode(layout: LayerFormat, tensors: dict[str, torch.Tensor], outputs: int = OUTPUTS, inputs: int = INPUTS) -> CanonicalWeight:
     """Load one layer and decode it."""
     module = nn.Module()
     stored = StoredWeight(module, layout, WeightSizes(inputs, inputs, (outputs,)), torch.float32)
@@ -127,7 +127,7 @@ def decode(layout: LayerFormat, tensors: dict[str, torch.Tensor], outputs: int =
     done = load_parameters(module, [(f"layer.{name}", tensor) for name, tensor in tensors.items()], CompressedTensors.ignored_weights)
     if missing := dict(module.named_parameters()).keys() - done:
         raise CheckpointError(f"layer.{min(missing)} is missing")
-    (weight,) = stored.decode()
+    (weight,) = stored.to_canonical()
     check_form(weight, outputs, inputs)
     return weight
 
@@ -148,7 +148,7 @@ def decode_shares(layout: LayerFormat, tensors: dict[str, torch.Tensor], dtype: 
             named = [(f"{expert}.{name}", tensor) for expert in range(experts or 1) for name, tensor in tensors.items()]
             missing = dict(module.named_parameters()).keys() - load_parameters(module, named, CompressedTensors.ignored_weights)
             assert not missing
-            (weight,) = stored.decode()
+            (weight,) = stored.to_canonical()
             check_form(weight, output.size, inner.size, (experts,) if experts else ())
             shares.append([(weight.expert(expert) if experts else weight).dequantize(dtype) for expert in range(experts or 1)])
         found += [torch.cat(parts, axis) for parts in zip(*shares, strict=True)]
@@ -239,12 +239,12 @@ def test_modelopt_checkpoints_without_quantization_config(algorithm: str, store:
     assert any(torch.equal(tensor, dense) for module in weights for tensor in getattr(getattr(module, "gemm", None), "tensors", ()))
 
 
-def test_torchao_says_whether_inputs_are_rounded() -> None:
+def test_torchao_says_whether_inputs_are_quantized() -> None:
     for name, expected in (("Int8WeightOnlyConfig", False), ("Int8DynamicActivationInt8WeightConfig", True)):
         config = {"quant_type": {"default": {"_type": name, "_version": 2}}}
         layout = TorchAo(FormatContext(torch.float32, config)).describe_layer("a", "linear")
         tensors = {"_weight_qdata": torch.zeros(OUTPUTS, INPUTS, dtype=torch.int8), "_weight_scale": torch.ones(OUTPUTS, 1)}
-        assert decode(layout, tensors).rounds_inputs is expected
+        assert decode(layout, tensors).quantizes_inputs is expected
 
 
 def test_scales_of_exponents() -> None:
@@ -285,7 +285,7 @@ def test_every_broken_tensor_is_named(dialect: str, tmp_path: Path) -> None:
 
 def test_an_order_may_repeat_inputs() -> None:
     order = torch.tensor([2, 0, 1, 1], dtype=torch.int32)
-    weight = PackedWeight(
+    weight = CanonicalWeight(
         WeightScheme("int8", (1, 0), ordered=True), 3, torch.tensor([[3, 1, 2, 0]], dtype=torch.int8), torch.tensor([[2.0]]), order=order
     )
     assert weight.dequantize(torch.float32).tolist() == [[2.0, 4.0, 6.0]]
@@ -315,7 +315,7 @@ def test_ignored_layers_stay_unquantized() -> None:
     for name in ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.o_proj"):
         assert isinstance(found.describe_layer(name, "linear"), PlainLayer)
     assert isinstance(found.describe_layer("lm_head", "head"), PlainLayer)
-    assert isinstance(Int8(context).describe_layer("model.layers.1.mlp.up_proj", "linear"), RoundedInt8Layer)
+    assert isinstance(Int8(context).describe_layer("model.layers.1.mlp.up_proj", "linear"), OnlineInt8Layer)
     quantized = Gptq(FormatContext(torch.float32, {"bits": 4, "dynamic": {"-:.*down_proj": {}, "+:.*up_proj": {"bits": 8}}}))
     assert isinstance(quantized.describe_layer("model.layers.0.mlp.down_proj", "linear"), PlainLayer)
     assert getattr(quantized.describe_layer("model.layers.0.mlp.up_proj", "linear"), "bits", 0) == 8
@@ -333,7 +333,7 @@ def test_a_tied_head_is_quantized_if_the_user_asks(target: type[Int8]) -> None:
     places = set()
     for _ in range(2):
         embedding.weight.data = torch.randn(70, 64)
-        head.finish()
+        head.process_weights_after_loading()
         assert head.gemm is not None
         places.add(head.gemm.tensors[0].data_ptr())
         assert head.gemm.tensors[0].dtype == torch.int8

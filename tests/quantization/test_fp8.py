@@ -16,14 +16,14 @@ from torch import nn
 from frame import Engine, SamplingParams
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.attention import AttentionSpec
-from frame.core.interfaces.weight_format import FormatContext, LayerFormat, PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight, FormatContext, LayerFormat
 from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.models.layers.parameter import Range, ShardedParameter, load_parameters
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 from frame.quantization import IgnoreOptions
 from frame.quantization.compressed_tensors import CompressedTensors, read_scheme
-from frame.quantization.fp8 import Fp8, Fp8Layer, RoundedFp8Layer
+from frame.quantization.fp8 import Fp8, Fp8Layer, OnlineFp8Layer
 from frame.quantization.fp8_format import Fp8Format, read_format
 from frame.quantization.fp8_weights import coarsen, quantize_blocks, quantize_outputs
 from frame.quantization.plain import PlainLayer
@@ -110,7 +110,7 @@ def test_quantization_while_loading_stays_close(architecture: str, tmp_path: Pat
     session = open_session(folder, quantization="fp8", dtype=torch.float32)
     got = logits_of(session)
     assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.1
-    assert RoundedFp8Layer in layouts_of(session)
+    assert OnlineFp8Layer in layouts_of(session)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ class Layer(nn.Module):
             self.stored.bind(index, str(index), Range.whole(part, local), Range.whole(inputs))
             local += part
 
-    def decode(self) -> PackedWeight:
-        (weight,) = self.stored.decode()
+    def decode(self) -> CanonicalWeight:
+        (weight,) = self.stored.to_canonical()
         return weight
 
 
@@ -160,7 +160,7 @@ def test_compressed_tensors_says_which_scales_are_static(kind: str, dynamic: boo
     assert ("input_scale" in layout.list_tensors(64, [32])) is listed
     zeros = torch.zeros(32, 64, dtype=torch.int8 if kind == "int" else torch.float8_e4m3fn)
     tensors = {"weight": zeros, "weight_scale": torch.ones(32)} | ({"input_scale": torch.full((32,), 0.5)} if listed else {})
-    assert (layout.decode(tensors, 64).input_scale is not None) is listed
+    assert (layout.to_canonical(tensors, 64).input_scale is not None) is listed
 
 
 @pytest.mark.parametrize("parts", [[256, 128], [192, 64], [1536, 576], [24, 96], [1, 130]])
@@ -214,7 +214,7 @@ def test_rounding_is_at_most_half_a_step() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weight_is_quantized_while_loading(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    layer = Layer(RoundedFp8Layer(experts=False), 64, [96, 32], dtype)
+    layer = Layer(OnlineFp8Layer(experts=False), 64, [96, 32], dtype)
     parts = [torch.randn(96, 64, dtype=dtype) / 8, torch.randn(32, 64, dtype=dtype) * 8]
     for sign in (1, -1):
         load_parameters(layer, [(f"{index}.weight", sign * part) for index, part in enumerate(parts)])
@@ -270,7 +270,7 @@ def test_unquantized_layers() -> None:
     assert isinstance(found.describe_layer("model.layers.0.mlp.up_proj", "linear"), PlainLayer)
     assert isinstance(found.describe_layer("model.layers.0.mlp.experts.0.up_proj", "experts"), PlainLayer)
     assert isinstance(found.describe_layer("lm_head", "head"), PlainLayer)
-    assert found.describe_layer("model.layers.1.mlp.up_proj", "linear") == RoundedFp8Layer(experts=False)
+    assert found.describe_layer("model.layers.1.mlp.up_proj", "linear") == OnlineFp8Layer(experts=False)
     static = Fp8(FormatContext(torch.float32, CONFIGS["tensor"]))
     assert "input_scale" in static.describe_layer("model.layers.0.mlp.up_proj", "linear").list_tensors(64, [32])
     assert "input_scale" not in static.describe_layer("model.layers.0.mlp.experts.0.up_proj", "experts").list_tensors(64, [32])

@@ -9,7 +9,7 @@ import torch
 from frame.core.interfaces.weight_format import WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import build_context
 from frame.quantization.gemm.humming import HummingKernel, _name_tensors
-from frame.testing.weights.packed_weights import make_weight
+from frame.testing.weights.canonical_weights import make_weight
 
 GROUPED = WeightScheme("int4", (1, 64), zeros=True)
 

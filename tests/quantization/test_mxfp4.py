@@ -79,7 +79,7 @@ def test_dummy_weights_have_the_deviation_of_unquantized_ones() -> None:
     numbers, outputs, inputs = RandomNumbers(0, torch.device("cpu"), torch.bfloat16), 64, 256
     shapes = {"blocks": (outputs, inputs // 2), "scales": (outputs, inputs // 32)}
     tensors = {name: RandomTensor(f"layer.{name}", shape, numbers, torch.uint8)[:] for name, shape in shapes.items()}
-    weight = Fp4Layer("blocks", "scales", 32).decode(tensors, inputs).dequantize(torch.float32)
+    weight = Fp4Layer("blocks", "scales", 32).to_canonical(tensors, inputs).dequantize(torch.float32)
     assert 0.7 < float(weight.std()) * inputs**0.5 < 1.4
 
 

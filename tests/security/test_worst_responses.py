@@ -184,7 +184,7 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replies]:
     fake = Replies()
     monkeypatch.setattr(EngineClient, "prepare_request", lambda client, *given: fake.prepare(*given))
     monkeypatch.setattr(EngineClient, "start_sequence", lambda client, *given: None)
-    monkeypatch.setattr(EngineClient, "abandon_request", lambda client, state: client.release_sequences(len(state.sequences)))
+    monkeypatch.setattr(EngineClient, "abort_request", lambda client, state: client.release_sequences(len(state.sequences)))
     gc.collect()
     gc.freeze()  # as the server does once it is ready
     yield fake

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from frame.core.interfaces.gemm_kernel import Gemm
-from frame.core.interfaces.weight_format import LayerFormat, LayerKind, PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight, LayerFormat, LayerKind
 from frame.quantization.gemm.reference import ReferenceGemm, ReferenceKernel
-from frame.quantization.int8 import Int8, RoundedInt8Layer
+from frame.quantization.int8 import Int8, OnlineInt8Layer
 from frame.testing.weights import gemm_kernel as conformance_gemm_kernel
 from frame.testing.weights import weight_format as conformance_weight_format
 from tests.testing.failures import failures
@@ -23,13 +23,13 @@ class ForgetsTheBias(ReferenceGemm):
 
 
 class Biasless(ReferenceKernel):
-    def prepare(self, weight: PackedWeight) -> Gemm:
+    def prepare(self, weight: CanonicalWeight) -> Gemm:
         return ForgetsTheBias(weight)
 
 
-class Halved(RoundedInt8Layer):
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        found = super().decode(tensors, inputs)
+class Halved(OnlineInt8Layer):
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        found = super().to_canonical(tensors, inputs)
         return replace(found, quantized=found.quantized.to(torch.int16))
 
 

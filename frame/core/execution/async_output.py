@@ -30,7 +30,7 @@ class PromptResult(Protocol):
 
     def tensors(self) -> list[torch.Tensor]: ...
 
-    def finish(self, arrays: list[np.ndarray]) -> PromptOutputs:
+    def build_outputs(self, arrays: list[np.ndarray]) -> PromptOutputs:
         """Convert the host copies of `tensors()`."""
         ...
 
@@ -89,7 +89,7 @@ class StepOutput:
             values = {name: _spread(array, self.plan) for name, array in zip(names, arrays[2 : 2 + len(names)], strict=True)}
             if order is not None:
                 values = {name: array[order] for name, array in values.items()}
-        prompts = self.prompts.finish(arrays[2 + len(values) :]) if self.prompts else None
+        prompts = self.prompts.build_outputs(arrays[2 + len(values) :]) if self.prompts else None
         return StepResult(
             step=self.step,
             token_ids=token_ids.astype(np.int32),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from frame.core.interfaces.plugin import Reason, list_device_obstacles
-from frame.core.interfaces.weight_format import PackedWeight, QuantType
+from frame.core.interfaces.weight_format import CanonicalWeight, QuantType
 
 if TYPE_CHECKING:
     import torch
@@ -118,26 +118,26 @@ class GemmKernel(ABC):
         self.context = context
 
     @abstractmethod
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         """Why this kernel does not multiply this weight (its sizes or groups); None: it does. A
         leading dimension of the weight means experts."""
 
     @abstractmethod
-    def prepare(self, weight: PackedWeight) -> Gemm:
+    def prepare(self, weight: CanonicalWeight) -> Gemm:
         """The GEMM with a weight [outputs, inputs]. The caller keeps the weight's tensors only if
         the GEMM does."""
 
     @abstractmethod
-    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+    def prepare_experts(self, weight: CanonicalWeight) -> GroupedGemm:
         """The GEMM with weights [experts, outputs, inputs]."""
 
-    def count_bytes(self, weight: PackedWeight) -> int:
+    def count_bytes(self, weight: CanonicalWeight) -> int:
         """The bytes of the tensors that the GEMM with this weight keeps, for the memory plan:
         those of its canonical form, unless overridden. The weight may be on the meta device."""
         return sum(tensor.nbytes for tensor in weight.tensors.values())
 
 
-def find_kernel_obstacle(kernel: GemmKernel, weight: PackedWeight) -> str | None:
+def find_kernel_obstacle(kernel: GemmKernel, weight: CanonicalWeight) -> str | None:
     """Why the kernel does not multiply this weight; None: it does."""
     if weight.scheme.minima and not kernel.minima:
         return "it takes no minima"

@@ -1,8 +1,8 @@
 """The interface of weight formats: how a checkpoint stores the weights of each layer
 (`weight_format/2`), and the canonical form that every GEMM kernel multiplies.
 
-A format describes tensors by their axes and decodes them. It must not know ranks, merged layers or
-kernels: the layers shard what the axes describe.
+A format describes tensors by their axes and makes the canonical form of them. It must not know
+ranks, merged layers or kernels: the layers shard what the axes describe.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class WeightScheme:
 
 
 @dataclass(slots=True)
-class PackedWeight:
+class CanonicalWeight:
     """A weight [..., outputs, inputs] in canonical form; a leading dimension counts experts.
 
     `quantized`: [..., outputs, columns], of the dtype of the scheme (plain: the model's; int8:
@@ -73,9 +73,9 @@ class PackedWeight:
     second scale that multiplies the first, or, with `divides`, divides it (None: 1). `order`: int32
     [..., columns], the input that each column multiplies; a column whose weight is zero may repeat
     an input. Without it the columns are the inputs. `input_scale`: float32 [..., outputs], the
-    scale with which the checkpoint was made to round inputs to the type of `quantized` (None: one
-    for each token); of merged layers each its own. `rounds_inputs`: the checkpoint was made for
-    inputs that are rounded to int8, one scale per token, so a kernel may round them.
+    scale by which inputs are quantized to the type of `quantized`, where the checkpoint was made so
+    (None: one for each token); of merged layers each its own. `quantizes_inputs`: the checkpoint
+    was made for inputs quantized to int8, one scale per token, so a kernel may quantize them.
     """
 
     scheme: WeightScheme
@@ -87,7 +87,7 @@ class PackedWeight:
     order: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
     divides: bool = False
-    rounds_inputs: bool = False
+    quantizes_inputs: bool = False
     minima: torch.Tensor | None = None
 
     @property
@@ -105,7 +105,7 @@ class PackedWeight:
         named = {name: getattr(self, name) for name in _TENSORS}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def expert(self, index: int) -> PackedWeight:
+    def expert(self, index: int) -> CanonicalWeight:
         """The weight of one expert."""
         tensors: dict[str, Any] = {name: tensor[index] for name, tensor in self.tensors.items()}
         return replace(self, **tensors)
@@ -211,7 +211,7 @@ class LayerFormat(ABC):
     """How one layer, or the experts of one layer, are stored. Merged layers share parameters where
     their formats are equal (`==`)."""
 
-    rounds: ClassVar[bool] = False  # the checkpoint stores plain weights, which `encode` quantizes while loading
+    quantizes: ClassVar[bool] = False  # the checkpoint stores plain weights, which `quantize_weight` quantizes while loading
 
     @abstractmethod
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
@@ -219,7 +219,7 @@ class LayerFormat(ABC):
         rank, `outputs` by merged part."""
 
     @abstractmethod
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         """Make the canonical form of this rank's tensors.
 
         Each has a leading dimension for experts if the layer has them. Entries of a splitting axis
@@ -227,7 +227,7 @@ class LayerFormat(ABC):
         result may share the memory of the tensors.
         """
 
-    def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
+    def quantize_weight(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """Quantize a plain weight [outputs, inputs], one of the parts `outputs`: `list_tensors`."""
         raise NotImplementedError
 

@@ -117,7 +117,7 @@ class PromptScores:
     def tensors(self) -> list[torch.Tensor]:
         return self._tensors
 
-    def finish(self, arrays: list[np.ndarray]) -> PromptOutputs:
+    def build_outputs(self, arrays: list[np.ndarray]) -> PromptOutputs:
         states = spread_states(self._plan.states, arrays[-1], self._plan.num_rows) if self._plan.states else None
         return PromptOutputs(self._list_logprobs(*arrays[:4]) if self._plan.rows else None, states)
 

@@ -84,8 +84,8 @@ class Scheduler:
         running.on_cached = None if isinstance(features.tiers, NoTiers) else features.tiers.offer
         running.pins = PrefixPins(running.kv_manager.cache, config.page_size, config.max_pinned_pages, clock)
         self._planner = StepPlanner(config, running, self._queue, policy, features)
-        self._output = OutputProcessor(running, self._end_running, clock, self._grammars, self.speculation)
-        self._ended: list[tuple[str, Finish]] = []
+        self._output = OutputProcessor(running, self._finish_running, clock, self._grammars, self.speculation)
+        self._finished: list[tuple[str, Finish]] = []
         self._step = 0
         self._num_prompt_tokens = 0
 
@@ -124,7 +124,7 @@ class Scheduler:
         for rid in rids:
             request = self._requests.get(rid)
             if request is not None:
-                self._end(request, Finish(reason))
+                self._finish(request, Finish(reason))
 
     def abort_all(self, reason: FinishReason = "abort") -> None:
         """End every request, in any state."""
@@ -133,9 +133,9 @@ class Scheduler:
     def drain_outputs(self) -> StepTokens | None:
         """Return the requests that ended outside of a step (aborted, timed out) since the last
         call."""
-        if not self._ended:
+        if not self._finished:
             return None
-        ended, self._ended = self._ended, []
+        ended, self._finished = self._finished, []
         return StepTokens(
             rids=[rid for rid, _ in ended], token_ids=[[] for _ in ended], finishes={i: finish for i, (_, finish) in enumerate(ended)}
         )
@@ -160,7 +160,7 @@ class Scheduler:
         if self._running.in_flight and speculation.may_draft and not speculation.overlaps:
             return None
         for request in self._deadlines.pop_expired(now):
-            self._end(request, timed_out(request.deadline - request.arrival))
+            self._finish(request, timed_out(request.deadline - request.arrival))
         self._finish_masks()
         self._resume_held_requests()
         plan = self._planner.plan_step(self._step, now)
@@ -217,7 +217,7 @@ class Scheduler:
         again = [request for request in requests if request not in ended]
         finish = Finish("error", error=error)
         for request in ended:
-            self._end_running(request, finish, False)
+            self._finish_running(request, finish, False)
         self._planner.retry_alone(again)
         running.end_commit(running.begin_commit(batch.step))
         running.kv_manager.repeat_table_writes(batch.new_pages[:, 0])
@@ -230,7 +230,7 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether no request waits or runs, no step is in flight, no end is left to report, and no
         cache tier copies."""
-        return not (self._requests or self._running.in_flight or self._ended or self._planner.tiers.is_busy)
+        return not (self._requests or self._running.in_flight or self._finished or self._planner.tiers.is_busy)
 
     @property
     def num_requests(self) -> int:
@@ -472,9 +472,9 @@ class Scheduler:
         for request, finish in self._grammars.take_resolved():
             self._queue.push_front(request)
             if finish is not None:
-                self._end(request, finish)
+                self._finish(request, finish)
 
-    def _end(self, request: Request, finish: Finish) -> None:
+    def _finish(self, request: Request, finish: Finish) -> None:
         """End a request outside of a step."""
         if request.state == RequestStatus.WAITING:
             if not self._grammars.release_request(request):
@@ -482,17 +482,17 @@ class Scheduler:
             request.state = RequestStatus.FINISHED
             self._forget(request, finish)
         else:
-            self._end_running(request, finish, True)
-        self._ended.append((request.rid, finish))
+            self._finish_running(request, finish, True)
+        self._finished.append((request.rid, finish))
 
-    def _end_running(self, request: Request, finish: Finish, keep: bool) -> None:
+    def _finish_running(self, request: Request, finish: Finish, keep: bool) -> None:
         self._running.remove_request(request, keep=keep, state=RequestStatus.FINISHED)
         self._forget(request, finish)
 
     def _forget(self, request: Request, finish: Finish) -> None:
         del self._requests[request.rid]
         self._queue.usage.remove_request(request.tenant)
-        self._planner.adapters.end_request(request)
+        self._planner.adapters.finish_request(request)
         self._planner.tiers.forget(request)
         if self._on_finish is not None:
             self._on_finish(request, finish)

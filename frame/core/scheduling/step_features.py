@@ -178,7 +178,7 @@ class RequestAdapters(Protocol):
         """A request with an adapter arrives. Sets `adapter_start` and `adapter_key`. Returns how
         the request ends if its adapter is not loaded. None: it continues."""
 
-    def end_request(self, request: Request) -> None:
+    def finish_request(self, request: Request) -> None:
         """The request is forgotten."""
 
     def begin_pass(self, queue: Iterable[Request], count: int, now: float) -> list[Request]:
@@ -207,7 +207,7 @@ class RequestAdapters(Protocol):
 class NoAdapters:
     """The scheduler's adapters where they are off; implements `RequestAdapters`."""
 
-    def end_request(self, request: Request) -> None: ...
+    def finish_request(self, request: Request) -> None: ...
     def release(self, request: Request) -> None: ...
     def repeat_loads(self, loads: Sequence[AdapterLoad]) -> None: ...
 

@@ -132,7 +132,7 @@ def _measure(records: Sequence[PluginRecord], rows_of: Sequence[Iterable[Row]], 
     return track(pairs, "measuring", len(records) * batches)
 
 
-def finish(results: dict[str, Any], path: Path | None) -> None:
+def write_results(results: dict[str, Any], path: Path | None) -> None:
     """Write the report to `path`, if given, and print its table."""
     from rich.console import Console
 
@@ -189,6 +189,6 @@ def _report(
 
     rows = {f"{name}: {batch}": {"plugin": name, "batch": batch, **figures} for name, batch, figures in measured}
     results = report(kind, rows, shape=asdict(bench.shape), settings=machine, ceilings=asdict(bench.ceilings))
-    finish(results, path)
+    write_results(results, path)
     if plot is not None:
         draw(results, plot)

@@ -85,7 +85,7 @@ class EngineClient:
         self._remote_text = remote_text
         self._sequences: dict[str, SequenceState] = {}  # by engine_rid
         self._outstanding = outstanding or Outstanding()
-        self._router = TokenRouter(self._sequences, self._outstanding.stats, self._end)
+        self._router = TokenRouter(self._sequences, self._outstanding.stats, self._finish)
         self._recovery = RequestRecovery(self._admit, self._withdraw, limits.grammar_processes)
         self._random = random.Random(limits.seed)
         self.commands = EngineCommands(link.send)
@@ -152,11 +152,11 @@ class EngineClient:
         if sequence.rid in self._outstanding.rids or sequence.rid in self._sequences:
             raise InvalidRequestError(f"a request with the rid {sequence.name!r} is running; choose another", "rid")
 
-    def cancel_request(self, request: RequestState) -> None:
-        """Abandon a request that could not be started completely. The room of all its sequences is
+    def abort_start(self, request: RequestState) -> None:
+        """Abort a request that could not be started completely. The room of all its sequences is
         reserved again: the caller gives it back with `release_sequences`."""
         started = sum(sequence.recovery.generate is not None for sequence in request.sequences)
-        self.abandon_request(request)
+        self.abort_request(request)
         self._outstanding.reserved += started
 
     def start_sequence(self, sequence: SequenceState, priority: int = 0, namespace: str = "", deadline: float | None = None) -> None:
@@ -190,8 +190,8 @@ class EngineClient:
         sequence.recovery.expires_at = time.monotonic() + (self.limits.request_timeout if deadline is None else deadline)
         self._recovery.add_sequence(sequence)
 
-    def abandon_request(self, request: RequestState) -> None:
-        """Stop a request whose output is no longer needed; a second call does nothing."""
+    def abort_request(self, request: RequestState) -> None:
+        """Abort a request whose output is no longer needed; a second call does nothing."""
         started = [s for s in request.sequences if s.finish is None and s.recovery.generate is not None]
         running = [s for s in started if self._sequences.pop(s.recovery.engine_rid, None) is not None]
         for sequence in running:
@@ -214,12 +214,12 @@ class EngineClient:
             self.link.send(AbortAll())  # also ends requests that this client does not know
         else:
             self._abort_admitted(sequences)
-        self._end_here([s for s in sequences if self._recovery.is_held(s)], Finish("abort"))
+        self._finish_here([s for s in sequences if self._recovery.is_held(s)], Finish("abort"))
         return len(sequences)
 
-    def end_unanswered(self, finish: Finish) -> None:
+    def abort_unanswered(self, finish: Finish) -> None:
         """End the sequences of requests of whose response nothing was sent."""
-        self._end_lost([s for s in self._sequences.values() if not s.request.is_answered], finish)
+        self._abort_lost([s for s in self._sequences.values() if not s.request.is_answered], finish)
 
     @property
     def unavailable_reason(self) -> str | None:
@@ -319,7 +319,7 @@ class EngineClient:
         else:
             raise TypeError(f"the client handles no {type(message).__name__}")
 
-    def _end(self, sequence: SequenceState, finish: Finish, now: float) -> None:
+    def _finish(self, sequence: SequenceState, finish: Finish, now: float) -> None:
         sequence.finish = finish
         self._leave(sequence)
         sequence.request.num_unfinished -= 1
@@ -332,12 +332,12 @@ class EngineClient:
             use.end(sequence.num_tokens)
         sequence.request.count_left()
 
-    def _end_here(self, sequences: Sequence[SequenceState], finish: Finish) -> None:
+    def _finish_here(self, sequences: Sequence[SequenceState], finish: Finish) -> None:
         """End sequences that the engine does not run, or no longer runs."""
         now = time.perf_counter()
         for sequence in sequences:
             self._sequences.pop(sequence.recovery.engine_rid, None)
-            self._end(sequence, finish, now)
+            self._finish(sequence, finish, now)
             self._recovery.remove_sequence(sequence)
             if not sequence.has_update:
                 sequence.has_update = True
@@ -350,14 +350,14 @@ class EngineClient:
         if not isinstance(message, StepTokens | StepText):
             return
         try:
-            self._end_lost([s for rid in message.rids if (s := self._sequences.get(rid)) is not None], Finish("error", None, LOST))
+            self._abort_lost([s for rid in message.rids if (s := self._sequences.get(rid)) is not None], Finish("error", None, LOST))
         except Exception:
             log.exception("the client failed to end the requests of a message of type %s", type(message).__name__)
 
-    def _end_lost(self, sequences: Sequence[SequenceState], finish: Finish) -> None:
+    def _abort_lost(self, sequences: Sequence[SequenceState], finish: Finish) -> None:
         """End sequences here and abort them in the engine."""
         admitted = self._abort_admitted(sequences)
-        self._end_here(sequences, finish)
+        self._finish_here(sequences, finish)
         if admitted and self._detokenizer is not None:
             self._detokenizer.drop_requests(admitted)
 
@@ -375,7 +375,7 @@ class EngineClient:
         if self.dead_reason is None:
             self.dead_reason = error
         self._recovery.hold_sequences((), error)
-        self._end_here(list(self._sequences.values()), Finish("error", None, error))
+        self._finish_here(list(self._sequences.values()), Finish("error", None, error))
         self.commands.fail_pending(error)
 
     def begin_recovery(
@@ -405,8 +405,8 @@ class EngineClient:
         if cause is not None:
             recovery = cause.recovery
             sentence = CRASHED_ENGINE.format(recovery.num_crashes) if is_engine else CRASHED_DETOKENIZER.format(recovery.num_text_crashes)
-            self._end_here([cause], Finish("error", None, sentence))
-        self._end_here([s for s in sequences if s.recovery.is_aborted and s.finish is None], Finish("abort"))
+            self._finish_here([cause], Finish("error", None, sentence))
+        self._finish_here([s for s in sequences if s.recovery.is_aborted and s.finish is None], Finish("abort"))
 
     def resume_requests(self) -> None:
         """The process is back: every sequence continues from its last token, once the engine has
@@ -437,7 +437,7 @@ class EngineClient:
     def end_adapter(self, version: AdapterVersion, finish: Finish, name: str | None = None) -> None:
         """End the sequences that use an adapter, or those that use it by this name."""
         uses = ((s, s.recovery.adapter) for s in self._sequences.values())
-        self._end_lost([s for s, use in uses if use is not None and use.version is version and name in (None, use.name)], finish)
+        self._abort_lost([s for s, use in uses if use is not None and use.version is version and name in (None, use.name)], finish)
 
     def expire_requests(self) -> None:
         """End held sequences that are past their deadline. The engine ends its own; those that it
@@ -448,12 +448,12 @@ class EngineClient:
         for sequence in late:
             asked = sequence.recovery.generate.deadline if sequence.recovery.generate is not None else None
             seconds = self.limits.request_timeout if asked is None else asked
-            self._end_lost([sequence], timed_out(seconds))
+            self._abort_lost([sequence], timed_out(seconds))
 
     def _admit(self, sequence: SequenceState) -> None:
         """Send a sequence to the engine, from its last token on."""
         if (use := sequence.recovery.adapter) is not None and self not in use.version.holders:  # never the base model instead
-            self._end_here([sequence], Finish("error", None, NO_ADAPTER))
+            self._finish_here([sequence], Finish("error", None, NO_ADAPTER))
             return
         is_started = sequence.recovery.first_ids and not sequence.recovery.num_admissions and self._insert_first(sequence)
         if sequence.finish is not None:

@@ -198,21 +198,21 @@ class ReplicaClient:
         chosen = self._chooser.choose_replica(sequence.prompt, namespace, loads, sequence.recovery.media, adapter)
         self.clients[chosen].start_sequence(sequence, priority, namespace, deadline)
 
-    def abandon_request(self, request: RequestState) -> None:
+    def abort_request(self, request: RequestState) -> None:
         for client in self.clients:
-            client.abandon_request(request)
+            client.abort_request(request)
 
-    def cancel_request(self, request: RequestState) -> None:
+    def abort_start(self, request: RequestState) -> None:
         for client in self.clients[1:]:
-            client.abandon_request(request)
-        self.clients[0].cancel_request(request)
+            client.abort_request(request)
+        self.clients[0].abort_start(request)
 
     def abort_requests(self, names: list[str], owner: str | None = None) -> int:
         return sum(client.abort_requests(names, owner) for client in self.clients)
 
-    def end_unanswered(self, finish: Finish) -> None:
+    def abort_unanswered(self, finish: Finish) -> None:
         for client in self.clients:
-            client.end_unanswered(finish)
+            client.abort_unanswered(finish)
 
     # state ----------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class TokenRouter:
         count = 0
         for place, rid in enumerate(message.rids):
             sequence = sequences.get(rid)
-            if sequence is None:  # abandoned meanwhile
+            if sequence is None:  # aborted meanwhile
                 continue
             ids = token_ids[place]
             if ids:

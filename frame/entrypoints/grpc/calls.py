@@ -59,7 +59,7 @@ class GrpcCaller:
         return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
 
     def on_disconnect(self, act: Callable[[], None]) -> None:
-        """Nothing to do: cancelling a call cancels its handler, which abandons its request."""
+        """Nothing to do: cancelling a call cancels its handler, which aborts its request."""
 
     def time_left(self) -> float | None:
         """Seconds until the call's deadline, or those of x-request-timeout if they are fewer; None
@@ -174,7 +174,7 @@ class CallHandlers:
 
 
 async def run_call(services: Services, caller: GrpcCaller, name: str, work: Awaitable[Any]) -> Any:
-    """The result of `work` in a span of the method; then its request is abandoned."""
+    """The result of `work` in a span of the method; then its request is aborted."""
     tracing = None if name in UNTRACED else services.tracing
     span = None if tracing is None else tracing.start(f"{SERVICE}/{name}", caller.headers)
     try:
@@ -182,7 +182,7 @@ async def run_call(services: Services, caller: GrpcCaller, name: str, work: Awai
             return await work
     finally:
         if caller.state is not None:
-            services.client.abandon_request(caller.state)
+            services.client.abort_request(caller.state)
         if span is not None:
             span.end({"rpc.system": "grpc", "rpc.method": name, "frame.request_id": caller.request_id}, caller.state)
 

@@ -146,7 +146,7 @@ class Service:
 
         def stop_slow_reader(error: ApiError) -> None:
             """Stop the request now; the error is raised when the client has read what was sent."""
-            self._services.client.abandon_request(state)
+            self._services.client.abort_request(state)
             overrun.append(error)
 
         limit_unread_tokens(self._services, state, stop_slow_reader)

@@ -232,7 +232,7 @@ async def _start(services: Services, state: RequestState, priority: int, namespa
     try:
         await paced_map(lambda sequence: services.client.start_sequence(sequence, priority, namespace, deadline), unfinished)
     except BaseException:
-        services.client.cancel_request(state)
+        services.client.abort_start(state)
         raise
     for _ in range(len(state.sequences) - len(unfinished)):
         services.client.release_sequences(1)

@@ -429,7 +429,7 @@ class Server:
         while client.num_outstanding and time.monotonic() < deadline and not self._now.is_set() and client.dead_reason is None:  # noqa: ASYNC110
             await asyncio.sleep(POLL)
         if client.num_outstanding:
-            client.end_unanswered(UNANSWERED)
+            client.abort_unanswered(UNANSWERED)
             client.abort_requests([])
             deadline = time.monotonic() + FLUSH_TIME
             while client.num_outstanding and time.monotonic() < deadline:  # noqa: ASYNC110 - as above

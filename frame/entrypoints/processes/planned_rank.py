@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.gemm_kernel import Gemm, GroupedGemm
     from frame.core.interfaces.moe import DispatchOutput
-    from frame.core.interfaces.weight_format import PackedWeight
+    from frame.core.interfaces.weight_format import CanonicalWeight
     from frame.core.kv_cache.geometry import KVGeometry
 
 _log = logging.getLogger(__name__)
@@ -69,13 +69,13 @@ class PlannedAttention(AttentionBackend):
 class PlannedKernel(GemmKernel):
     """A kernel of another machine that cannot be imported here. Keeps weights in canonical form."""
 
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         return None
 
-    def prepare(self, weight: PackedWeight) -> Gemm:
+    def prepare(self, weight: CanonicalWeight) -> Gemm:
         raise NotImplementedError
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+    def prepare_experts(self, weight: CanonicalWeight) -> GroupedGemm:
         raise NotImplementedError
 
 

@@ -201,8 +201,7 @@ def store_pairs(rows, first, second, inverse, valid, HALF: tl.constexpr, BLOCK: 
 def rotate_pairs(first, second, table, position, valid, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
     """(a * cos - b * sin, b * cos + a * sin) with the angles of the positions [n, 1].
 
-    A table row holds every cosine twice, then every sine with both signs, as `Rotary.finish` lays
-    it out.
+    A table row holds every cosine twice, then every sine with both signs, as `Rotary` lays it out.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     inside = valid & (columns < HALF)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from frame.core.interfaces.weight_format import PackedWeight, unpack_nibbles
+from frame.core.interfaces.weight_format import CanonicalWeight, unpack_nibbles
 from frame.kernels import cuda_source, nvidia
 from frame.kernels.cuda_source import CudaLaunch, TensorMap
 from frame.kernels.launch import ceil_div
@@ -56,7 +56,7 @@ class BlockedWeight:
     group: int
 
 
-def find_obstacle(weight: PackedWeight, dtype: torch.dtype) -> str | None:
+def find_obstacle(weight: CanonicalWeight, dtype: torch.dtype) -> str | None:
     """Why the kernels do not multiply this weight by activations of `dtype`; None: they do."""
     scheme = weight.scheme
     if weight.quantized.dim() > 2:
@@ -72,7 +72,7 @@ def find_obstacle(weight: PackedWeight, dtype: torch.dtype) -> str | None:
     return None
 
 
-def pack_weight(weight: PackedWeight) -> BlockedWeight:
+def pack_weight(weight: CanonicalWeight) -> BlockedWeight:
     """The weight in the kernels' layout, without its order."""
     scales, columns = weight.scales, weight.columns
     assert scales is not None

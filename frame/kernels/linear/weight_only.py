@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.core.interfaces.weight_format import NIBBLES, PackedWeight
+from frame.core.interfaces.weight_format import NIBBLES, CanonicalWeight
 from frame.kernels import INTERPRETED
 
 _HALF = tl.constexpr(16)  # 4-bit quantized values of a block of 32 inputs in the low nibbles; the others are in the high ones
@@ -325,7 +325,7 @@ class Plan:
 MAX_FUSED_ROWS = 64  # above this, dequantizing the whole weight once costs less than in each tile of rows
 
 
-def choose_plan(rows: int, weight: PackedWeight, processors: int) -> Plan:
+def choose_plan(rows: int, weight: CanonicalWeight, processors: int) -> Plan:
     """The plan for `rows` rows of the weight, or of each expert, on a device with `processors`
     multiprocessors. Measured on an H200."""
     group = weight.scheme.group[1]
@@ -345,7 +345,7 @@ def choose_plan(rows: int, weight: PackedWeight, processors: int) -> Plan:
     return Plan(bm, bn, step, 3, split)
 
 
-def choose_grouped_plan(rows: int, weight: PackedWeight) -> Plan:
+def choose_grouped_plan(rows: int, weight: CanonicalWeight) -> Plan:
     """The plan for experts with `rows` rows each on average. Experts fill the device without
     split-K."""
     plan = choose_plan(rows, weight, 1)
@@ -353,7 +353,7 @@ def choose_grouped_plan(rows: int, weight: PackedWeight) -> Plan:
 
 
 def multiply(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, plan: Plan, counter: torch.Tensor, ends: torch.Tensor | None = None
+    x: torch.Tensor, weight: CanonicalWeight, bias: torch.Tensor | None, plan: Plan, counter: torch.Tensor, ends: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [rows, columns], inputs contiguous and in the weight's order, times the weight -> [rows,
     outputs].
@@ -384,7 +384,7 @@ def multiply(
     return out
 
 
-def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(weight: CanonicalWeight, dtype: torch.dtype) -> torch.Tensor:
     """The weight [outputs, columns], in its order."""
     scales = weight.scales
     assert scales is not None
@@ -400,7 +400,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def find_obstacle(weight: PackedWeight) -> str | None:
+def find_obstacle(weight: CanonicalWeight) -> str | None:
     """Why the kernel does not multiply this weight; None: it does."""
     rows, group = weight.scheme.group
     if weight.quantized.dim() > 2 and len(weight.quantized) > _MAX_EXPERTS:
@@ -413,7 +413,7 @@ def find_obstacle(weight: PackedWeight) -> str | None:
     return None
 
 
-def _outer(weight: PackedWeight) -> int:
+def _outer(weight: CanonicalWeight) -> int:
     return 0 if weight.outer is None else 2 if weight.divides else 1
 
 

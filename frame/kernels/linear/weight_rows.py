@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.core.interfaces.weight_format import PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, next_power_of_2, wait_for_previous
 from frame.kernels.moe.expert_kernels import activate
@@ -298,7 +298,7 @@ class RowsPlan:
     blocks: int = 1
 
 
-def count_max_rows(weight: PackedWeight, dtype: torch.dtype) -> int:
+def count_max_rows(weight: CanonicalWeight, dtype: torch.dtype) -> int:
     """The most rows of `dtype` that the kernel multiplies by this weight; 0: none."""
     scheme, scales = weight.scheme, weight.scales
     if dtype != torch.bfloat16 and not INTERPRETED:
@@ -310,7 +310,7 @@ def count_max_rows(weight: PackedWeight, dtype: torch.dtype) -> int:
     return min(16, _MAX_SETS * _COLUMNS // _count_groups(weight))
 
 
-def choose_rows_plan(weight: PackedWeight, pairs: int = 0) -> RowsPlan:
+def choose_rows_plan(weight: CanonicalWeight, pairs: int = 0) -> RowsPlan:
     """The plan for a weight [outputs, inputs], or for the experts of so many pairs. Measured on an
     H200."""
     if INTERPRETED:
@@ -325,7 +325,7 @@ def choose_rows_plan(weight: PackedWeight, pairs: int = 0) -> RowsPlan:
 
 
 def multiply_rows(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, plan: RowsPlan, activation: Activation | None = None
+    x: torch.Tensor, weight: CanonicalWeight, bias: torch.Tensor | None, plan: RowsPlan, activation: Activation | None = None
 ) -> torch.Tensor:
     """x [rows, inputs], inputs contiguous, up to `count_max_rows` -> [rows, outputs], with the
     activation, which halves gated outputs."""
@@ -336,7 +336,7 @@ def multiply_rows(
 
 def multiply_pair_rows(
     x: torch.Tensor,
-    weight: PackedWeight,
+    weight: CanonicalWeight,
     bias: torch.Tensor | None,
     ids: torch.Tensor,
     pair_weights: torch.Tensor | None,
@@ -354,16 +354,16 @@ def multiply_pair_rows(
     return out
 
 
-def _count_outputs(weight: PackedWeight, activation: Activation | None) -> int:
+def _count_outputs(weight: CanonicalWeight, activation: Activation | None) -> int:
     return weight.outputs // 2 if activation is not None and activation.is_gated else weight.outputs
 
 
-def _count_groups(weight: PackedWeight) -> int:
+def _count_groups(weight: CanonicalWeight) -> int:
     return _CHUNK // gcd(_CHUNK, weight.scheme.group[1])
 
 
 def _launch(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, ids: torch.Tensor | None, pair_weights: torch.Tensor | None,
+    x: torch.Tensor, weight: CanonicalWeight, bias: torch.Tensor | None, ids: torch.Tensor | None, pair_weights: torch.Tensor | None,
     out: torch.Tensor, plan: RowsPlan, activation: Activation | None, top: int,
 ) -> None:  # fmt: skip
     scales, groups = weight.scales, _count_groups(weight)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from frame.core.interfaces.weight_format import PackedWeight, unpack_nibbles
+from frame.core.interfaces.weight_format import CanonicalWeight, unpack_nibbles
 from frame.kernels import cuda_source, nvidia
 from frame.kernels.cuda_source import CudaLaunch, TensorMap
 from frame.kernels.launch import ceil_div
@@ -73,7 +73,7 @@ def list_thresholds(experts: int, top: int, maximum: int) -> list[int]:
     return sorted({min(maximum, max(1, count)) for limit in limits for count in (limit, limit + 1)})
 
 
-def find_obstacle(weight: PackedWeight, dtype: torch.dtype) -> str | None:
+def find_obstacle(weight: CanonicalWeight, dtype: torch.dtype) -> str | None:
     """Why the kernel does not multiply this weight by activations of `dtype`; None: it does."""
     scheme, scales = weight.scheme, weight.scales
     if weight.quantized.dim() < 3:
@@ -97,7 +97,7 @@ def count_bytes(experts: int, outputs: int, inputs: int) -> int:
     return experts * ceil_div(outputs // 2, _BLOCK) * ceil_div(inputs, _UNIT) * _UNIT_BYTES
 
 
-def pack_weight(weight: PackedWeight) -> torch.Tensor:
+def pack_weight(weight: CanonicalWeight) -> torch.Tensor:
     """The weight in the kernel's layout: uint8 [experts, blocks, units, 4352]."""
     experts, units = len(weight.quantized), ceil_div(weight.columns, _UNIT)
     blocks = ceil_div(weight.outputs // 2, _BLOCK)
@@ -153,7 +153,7 @@ class ExpertGemm:
     """The GEMM with one weight of all experts, for one stream at a time. `counter`: of arrivals at
     divided tiles."""
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: CanonicalWeight) -> None:
         self.values, self.inputs, self.outputs = pack_weight(weight), weight.columns, weight.outputs
         device = self.values.device
         self._processors = nvidia.count_multiprocessors(device)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from frame.core.interfaces.weight_format import PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight
 from frame.kernels import INTERPRETED
 from frame.kernels.launch import PreparedLaunch, ceil_div, launch_dependents, wait_for_previous
 from frame.kernels.linear.weight_only import TYPES, load_quantized, multiply_quantized
@@ -125,7 +125,7 @@ FEW_PAIRS = 16  # up to which wider tiles leave multiprocessors idle
 PLAN_ROWS = 8, 32, 64  # pairs per expert on average up to which each plan goes
 
 
-def choose_expert_plan(pairs: int, weight: PackedWeight, gated: bool) -> ExpertPlan:
+def choose_expert_plan(pairs: int, weight: CanonicalWeight, gated: bool) -> ExpertPlan:
     """The plan for so many pairs over the experts of the weight."""
     group, rows = weight.scheme.group[1], pairs / len(weight.quantized)
     step = 128 if not group or group % 128 == 0 else 64 if group % 64 == 0 else 128
@@ -144,7 +144,7 @@ def choose_expert_plan(pairs: int, weight: PackedWeight, gated: bool) -> ExpertP
 
 def multiply_pairs(
     x: torch.Tensor,
-    weight: PackedWeight,
+    weight: CanonicalWeight,
     bias: torch.Tensor | None,
     pairs: Pairs,
     order: Alignment,

@@ -102,7 +102,7 @@ class Attention(nn.Module):
             self.sinks = ShardedParameter(torch.empty(heads.num_heads, dtype=torch.float32), ShardRule(output=0))
             self.sinks.bind(f"{prefix}.sinks", heads.queries)
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Copy the loaded KV-cache scales and sinks to the spec."""
         self.spec = replace(self.kv_scales.apply_to_spec(self.spec), sinks=None if self.sinks is None else self.sinks.data)
         if self.kv_scales.split_heads(self.spec.num_heads) and self.kernel is not None:
@@ -230,7 +230,7 @@ class QueryTemperature(nn.Module):
         beta = rope.get("llama_4_scaling_beta")
         return cls(context, float(beta), float(rope["original_max_position_embeddings"])) if beta else None
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Compute the factors of all positions. They depend on no weight: a second call does
         nothing."""
         if not self.factors.is_meta:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from frame.core.interfaces.weight_format import PackedWeight, WeightScheme
+from frame.core.interfaces.weight_format import CanonicalWeight, WeightScheme
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
 from frame.models.layers.weights.gemms import build_gemm
 from frame.models.layers.weights.layer_weight import LayerWeight, describe_layer, register_tensors, replace_values
@@ -98,10 +98,10 @@ class Head(nn.Module):
         if tied is not None:
             self.weight = tied.weight
             self._layout = None if context.weight_format is None else describe_layer(context, name, "head")
-            if self.weight.is_meta and self._layout is not None and self._layout.rounds:  # the memory plan counts it
+            if self.weight.is_meta and self._layout is not None and self._layout.quantizes:  # the memory plan counts it
                 sizes = WeightSizes(hidden_size, hidden_size, (len(self.weight),))
-                for rounded in StoredWeight(nn.Module(), self._layout, sizes, context.dtype).decode():
-                    for key, tensor in rounded.tensors.items():
+                for weight in StoredWeight(nn.Module(), self._layout, sizes, context.dtype).to_canonical():
+                    for key, tensor in weight.tensors.items():
                         self.register_buffer(key, tensor, persistent=False)
             return
         self._create_weights(hidden_size)
@@ -127,11 +127,11 @@ class Head(nn.Module):
         for parameter in self.parameters():
             parameter.data.zero_()  # the rows that pad the vocabulary
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Decode the loaded weights and select their GEMM."""
         if self.weights is not None:
-            self.gemm = self.weights.finish()
-        elif self._layout is None or not self._layout.rounds:
+            self.gemm = self.weights.prepare_gemm()
+        elif self._layout is None or not self._layout.quantizes:
             self.gemm = self._share_weight()
         else:
             weight = self._round(self._layout)
@@ -152,18 +152,20 @@ class Head(nn.Module):
         """The GEMM with the embedding's weight, by a kernel that makes no copy of it."""
         if self._context.deterministic:
             return InvariantGemm(self.weight)
-        weight = PackedWeight(WeightScheme("plain"), self.weight.shape[1], self.weight.data)
+        weight = CanonicalWeight(WeightScheme("plain"), self.weight.shape[1], self.weight.data)
         for choice in self._context.gemm_kernels:
             if choice.kernel.in_place and choice.multiplies("plain") and choice.kernel.find_obstacle(weight) is None:
                 return choice.kernel.prepare(weight)
         return PlainGemm(self.weight)
 
-    def _round(self, layout: LayerFormat) -> PackedWeight:
+    def _round(self, layout: LayerFormat) -> CanonicalWeight:
         """The embedding's weight, quantized in parts to need little memory besides."""
         rows, inputs = self.weight.shape
         size = ROWS_ON_CPU if self.weight.device.type == "cpu" else _ROWS
-        encoded = [layout.encode(piece, (len(piece),)) for piece in self.weight.data.split(size)]
-        return layout.decode({name: torch.cat([piece[name] for piece in encoded]) for name in layout.list_tensors(inputs, (rows,))}, inputs)
+        quantized = [layout.quantize_weight(piece, (len(piece),)) for piece in self.weight.data.split(size)]
+        return layout.to_canonical(
+            {name: torch.cat([piece[name] for piece in quantized]) for name in layout.list_tensors(inputs, (rows,))}, inputs
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.delta is None or not self.delta.is_active:

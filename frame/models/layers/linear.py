@@ -61,9 +61,9 @@ class Linear(nn.Module):
                 self.bias.bind(f"{name}.bias", placed)
             local += span.size
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Decode the loaded weights and select their GEMM."""
-        self.gemm = self.weights.finish()
+        self.gemm = self.weights.prepare_gemm()
         if self.delta is not None:
             self.delta.gemm = self.gemm
 
@@ -94,7 +94,7 @@ class Linear(nn.Module):
         return None if gated is None else gated(x, self.bias)  # type: ignore[no-any-return]
 
     def release(self) -> None:
-        """Free the weights; a later load and `finish` make them again."""
+        """Free the weights; a later load and `process_weights_after_loading` make them again."""
         self.gemm = self.weights.gemm = None
         for parameter in self.parameters(recurse=False):
             if isinstance(parameter, ShardedParameter):

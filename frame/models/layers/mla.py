@@ -92,7 +92,7 @@ class LatentAttention(nn.Module):
         # (x, input of the query projection, batch) -> the keys to attend to; None: all
         self.select_keys: Callable[[torch.Tensor, torch.Tensor, ForwardBatch], SparseKeys | None] | None = None
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Copy the loaded KV-cache scale to the spec, and fold small weights for decoding."""
         self.spec = self.kv_scales.apply_to_spec(self.spec)
         self.folded = fold_projections(self) if self.may_fold else None
@@ -286,8 +286,8 @@ class LatentExpansion(nn.Module):
     """`kv_b_proj` by heads, for either form: keys [heads, nope, rank] and values [heads, value,
     rank].
 
-    `finish` dequantizes the weight by multiplying the identity, because absorption multiplies it
-    from the other side.
+    `process_weights_after_loading` dequantizes the weight by multiplying the identity, because
+    absorption multiplies it from the other side.
     """
 
     w_uk: torch.Tensor
@@ -316,7 +316,7 @@ class LatentExpansion(nn.Module):
         dense = self.heads * (sizes.nope + sizes.value) * sizes.kv_lora_rank * self.dtype.itemsize
         return dense - weights.num_bytes - weights.count_growth()
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Derive the two weights and free the stored one. Does nothing if nothing was loaded
         since."""
         if self.stored.gemm is None:  # freed, and nothing was loaded since

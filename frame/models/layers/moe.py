@@ -101,9 +101,9 @@ class Experts(nn.Module):
             return deltas.run(tokens, self, parts)
         return self.weights.run_sorted(tokens, deltas)
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Bring the loaded weights into the form that is multiplied."""
-        self.weights.finish()
+        self.weights.prepare_gemms()
         if self.down_bias is not None and not self._adds_bias:
             self.down_bias.data.zero_()
 
@@ -285,7 +285,7 @@ class GatedSharedExpert(nn.Module):
         self._is_deterministic = context.deterministic
         self._invariant: InvariantMatmul | None = None
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Test the product of the gate."""
         if self._is_deterministic and self._invariant is None:
             self._invariant = InvariantMatmul(self.weight.data)

@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
         self.register_buffer("scale", None, persistent=False)
         self._group = context.tp if isinstance(context.tp, SupportsReduceNorm) else None
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Lay the weight out for the fast path."""
         if self.offset:
             set_buffer(self, "scale", self.weight.data.float() + self.offset)  # a 16-bit sum would lose the small weights

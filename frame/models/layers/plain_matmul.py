@@ -1,7 +1,7 @@
 """The GEMM with one unquantized weight: selects the fastest kernel for the number of rows.
 
-Built when the weight has its final place (`finish`); a call then only looks at the number of rows.
-Depends on no layer.
+Built when the weight has its final place (`process_weights_after_loading`); a call then only
+looks at the number of rows. Depends on no layer.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class QKNorm(nn.Module):
         self.q.bind(f"{prefix}.q_norm.weight")
         self.k.bind(f"{prefix}.k_norm.weight")
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Expand the two weights to all heads, and stack them for the kernel."""
         q, k = (tensor.data.float() + self.offset if self.offset else tensor.data for tensor in (self.q, self.k))
         weight = torch.cat((q.expand(self.heads[0], -1), k.expand(self.heads[1], -1)))

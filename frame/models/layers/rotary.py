@@ -96,12 +96,12 @@ class Rotary(nn.Module):
                 f"config.json: mrope_section {list(self.sections)} has {sum(self.sections)} pairs, and heads turn {self.dim // 2}"
             )
         self.fused = kernels.can_use_triton(context.device)
-        # The size of the model is counted before `finish`.
+        # The size of the model is counted before `process_weights_after_loading`.
         self.register_buffer("table", torch.empty(self.length, 2, 1, self.dim, dtype=self.dtype, device="meta"), persistent=False)
         with torch.device("cpu"):  # on the meta device, torch would import its compiler for this
             compute_frequencies(self.scheme, dim)  # refuse an unknown scheme before weights are read
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Compute the table in float32, like the reference, then convert it to the model's dtype.
         It depends on no weight: a second call does nothing."""
         if not self.table.is_meta:

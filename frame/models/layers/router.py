@@ -97,7 +97,7 @@ class Router(nn.Module):
             self.bias = ShardedParameter(torch.empty(num_experts, dtype=self._logit_dtype))
             self.bias.bind(f"{name}.bias")
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Keep a float32 weight in the model's dtype if that loses nothing, as in published
         checkpoints: tensor cores then multiply exactly, and sum in float32. Weights that are loaded
         again are rounded, and replace the values of this form, which captured graphs read."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from frame.core.interfaces.collective import CollectiveCapabilities
-from frame.registration import KindRegistry, hookimpl
+from frame.registration import KindRegistry, PluginOptions, hookimpl
 
 
-class P2pOptions(BaseModel):
+class P2pOptions(PluginOptions):
     """Options of `p2p`. Messages are tensors, in bytes; copies or NCCL sum the larger ones."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     one_shot_bytes: int = Field(16 << 20, ge=0, description="Largest message of the one-shot kernel; less for more than two ranks.")
     two_shot_bytes: int = Field(8 << 20, ge=16, description="Largest message of the two-shot kernel, which serves more than two ranks.")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from frame.core.interfaces.drafter import DrafterCapabilities, TreeOptions
-from frame.registration import KindRegistry, hookimpl
+from frame.registration import KindRegistry, PluginOptions, hookimpl
 
 
-class NgramOptions(BaseModel):
+class NgramOptions(PluginOptions):
     """Settings of the drafter `ngram`, named as in vLLM."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompt_lookup_max: int = Field(4, ge=1, le=16, description="Tokens of the longest n-gram that is looked up.")
     prompt_lookup_min: int = Field(2, ge=1, le=16, description="Tokens of the shortest n-gram that is looked up.")
@@ -23,10 +21,8 @@ class NgramOptions(BaseModel):
         return self
 
 
-class SuffixOptions(BaseModel):
+class SuffixOptions(PluginOptions):
     """Settings of the drafter `suffix`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     cache_mib: int = Field(32, ge=1, le=65536, description="MiB for suffixes of texts; about 10,000 tokens of text per MiB.")
 

@@ -106,7 +106,7 @@ class Eagle3Head(DraftModel, nn.Module):
         whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
         return whole.index_copy_(1, self.targets, logits)
 
-    def finish(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Compute the target's ids of the head's vocabulary: `d2t` holds their differences."""
         ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
         set_buffer(self, "targets", ids.clamp_(0, self._vocab_size - 1))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from frame.interfaces.keys import KeyStoreCapabilities
-from frame.registration import KindRegistry, hookimpl
+from frame.registration import KindRegistry, PluginOptions, hookimpl
 
 
-class IntrospectionOptions(BaseModel):
+class IntrospectionOptions(PluginOptions):
     """Settings of `http`.
 
     `url`: the introspection endpoint. `authorization_file`: a file with the value of the header
@@ -16,8 +16,6 @@ class IntrospectionOptions(BaseModel):
     `user_scope`, `admin_scope`: scopes that a token needs for users' and for operators' routes; "":
     none is needed, and no token is an operator's. `cache_seconds`: how long a response is used, and
     a revoked token may still be accepted. `tenants`: how many accounts share the server."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = ""
     authorization_file: str | None = None

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from frame.core.interfaces.kv_allocator import KVAllocatorCapabilities
-from frame.registration import KindRegistry, hookimpl
+from frame.registration import KindRegistry, PluginOptions, hookimpl
 
 
-class ContiguousOptions(BaseModel):
+class ContiguousOptions(PluginOptions):
     """`growth_pages`: pages in a row that are kept for a request where its output needs the first
     of them, as long as others are free."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     growth_pages: int = Field(8, ge=1, le=4096, description="Pages in a row that are kept for the output of a request.")
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from frame.core.interfaces.kv_tier import KVTierCapabilities
-from frame.registration import KindRegistry, hookimpl
+from frame.registration import KindRegistry, PluginOptions, hookimpl
 
 
-class HostTierOptions(BaseModel):
+class HostTierOptions(PluginOptions):
     """Settings of the tier `host`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     size_gib: float = Field(
         8.0, gt=0, le=1 << 20, allow_inf_nan=False, description="GiB of host memory for blocks, for each replica, divided among its ranks."
@@ -21,10 +19,8 @@ class HostTierOptions(BaseModel):
     )
 
 
-class DiskTierOptions(BaseModel):
+class DiskTierOptions(PluginOptions):
     """Settings of the tier `disk`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     folder: str = Field(
         "~/.cache/frame/kv_blocks",
@@ -43,10 +39,8 @@ class DiskTierOptions(BaseModel):
     )
 
 
-class NixlTierOptions(BaseModel):
+class NixlTierOptions(PluginOptions):
     """Settings of the tier `nixl`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     size_gib: float = Field(
         8.0,

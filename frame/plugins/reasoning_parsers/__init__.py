@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from frame.interfaces.parsing import ParserCapabilities
-from frame.registration import KindRegistry, hookimpl
+from frame.registration import KindRegistry, PluginOptions, hookimpl
 
 _HERE = "frame.plugins.reasoning_parsers"
 _THINK_TAGS = "think_tags:ThinkTags"
 _OTHERS = ("<|im_start|>", "<｜Assistant｜>")
 
 
-class ThinkTagsOptions(BaseModel):
+class ThinkTagsOptions(PluginOptions):
     """The tags, and who writes the opening one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     open: str = Field(default="<think>", min_length=1, description="The tag that starts the reasoning.")
     close: str = Field(default="</think>", min_length=1, description="The tag that ends the reasoning.")

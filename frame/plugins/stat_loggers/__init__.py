@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from frame.registration import KindRegistry, hookimpl
+from frame.registration import KindRegistry, PluginOptions, hookimpl
 
 
-class LogOptions(BaseModel):
+class LogOptions(PluginOptions):
     """Settings of the stat logger `log`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     interval: float = Field(10.0, gt=0, description="Seconds between two lines.")
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from frame.interfaces.tracing import TracerCapabilities
-from frame.registration import KindRegistry, hookimpl
+from frame.registration import KindRegistry, PluginOptions, hookimpl
 
 
-class JsonLinesOptions(BaseModel):
+class JsonLinesOptions(PluginOptions):
     """Settings of `json_lines`. `folder`: where each process writes PROCESS.jsonl. `max_bytes`: of
     a file, which then becomes PROCESS.jsonl.1 in place of an older one."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     folder: str = "traces"
     max_bytes: int = Field(64 << 20, ge=1024)

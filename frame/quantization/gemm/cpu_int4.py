@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
-from frame.core.interfaces.weight_format import PackedWeight, unpack_nibbles
+from frame.core.interfaces.weight_format import CanonicalWeight, unpack_nibbles
 from frame.quantization.gemm.each_expert import EachExpert
 
 _GROUPS = (32, 64, 128, 256)  # inputs of a scale that the kernel takes
@@ -19,7 +19,7 @@ class Int4CpuKernel(GemmKernel):
 
     minima: ClassVar[bool] = True
 
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         if weight.quantized.device.type not in ("cpu", "meta"):
             return "the weight is not on a CPU"
         if weight.scheme.group[0] != 1 or weight.scheme.group[1] not in _GROUPS:
@@ -28,13 +28,13 @@ class Int4CpuKernel(GemmKernel):
             return f"its inputs are no multiple of the group, or its outputs of {_OUTPUTS}"
         return "it takes no order" if weight.order is not None else None
 
-    def prepare(self, weight: PackedWeight) -> Gemm:
+    def prepare(self, weight: CanonicalWeight) -> Gemm:
         return Int4Gemm(weight)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+    def prepare_experts(self, weight: CanonicalWeight) -> GroupedGemm:
         return EachExpert([Int4Gemm(weight.expert(index)) for index in range(len(weight.quantized))])
 
-    def count_bytes(self, weight: PackedWeight) -> int:
+    def count_bytes(self, weight: CanonicalWeight) -> int:
         outputs = weight.quantized.shape[:-1].numel()
         return outputs * weight.columns // 2 + outputs * weight.columns // weight.scheme.group[1] * 4
 
@@ -43,7 +43,7 @@ class Int4Gemm:
     """`_weight_int4pack_mm_for_cpu`: (code - 8) * scale + zero, with the zero points or minima of
     the weight as numbers."""
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: CanonicalWeight) -> None:
         assert weight.scales is not None
         quantized = unpack_nibbles(weight.quantized)[:, : weight.columns].to(torch.int32)
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(quantized, 1)  # noqa: SLF001

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
-from frame.core.interfaces.weight_format import PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight
 from frame.quantization.gemm.each_expert import EachExpert
 
 # PyTorch's int8 kernel reads half the bytes but uses no matrix instructions, so it is faster only
@@ -33,7 +33,7 @@ _ZERO = 128  # what is added to signed inputs to make them unsigned
 class Int8CpuKernel(GemmKernel):
     """int8 weights with one scale per output."""
 
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         if weight.quantized.device.type not in ("cpu", "meta"):
             return "the weight is not on a CPU"
         if weight.scheme.group != (1, 0) and weight.scheme.group != (1, weight.columns):
@@ -42,14 +42,14 @@ class Int8CpuKernel(GemmKernel):
             return "it takes no zero points or order"
         return None
 
-    def prepare(self, weight: PackedWeight) -> Gemm:
+    def prepare(self, weight: CanonicalWeight) -> Gemm:
         return PackedInt8Gemm(weight) if self._packs() else Int8Gemm(weight, self.context.dtype)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+    def prepare_experts(self, weight: CanonicalWeight) -> GroupedGemm:
         return EachExpert([self.prepare(weight.expert(index)) for index in range(len(weight.quantized))])
 
-    def count_bytes(self, weight: PackedWeight) -> int:
-        copies = 2 if self._packs() and not weight.rounds_inputs and _has_amx() else 1
+    def count_bytes(self, weight: CanonicalWeight) -> int:
+        copies = 2 if self._packs() and not weight.quantizes_inputs and _has_amx() else 1
         scale = 4 if self._packs() else self.context.dtype.itemsize
         return weight.quantized.nbytes * copies + weight.quantized.shape[:-1].numel() * scale
 
@@ -63,25 +63,25 @@ class PackedInt8Gemm:
     """The weight in oneDNN's layout for AMX or VNNI.
 
     Inputs become fixed-point numbers of 15 bits and one scale per row, which keep what bfloat16
-    resolves; their two digits are rows of one GEMM. Inputs of checkpoints made for rounded ones
+    resolves; their two digits are rows of one GEMM. Inputs of checkpoints made for quantized ones
     have one digit. With AMX, other weights keep their quantized values beside for many rows: to
     read them from oneDNN's layout takes as long as their GEMM. Without AMX, and for few rows,
     oneDNN multiplies signed inputs by its reference, so inputs are unsigned with a zero point.
     """
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: CanonicalWeight) -> None:
         assert weight.scales is not None
         self.packed = torch.ops.onednn.qlinear_prepack(weight.quantized, None)
         self.scales = weight.scales.flatten().float()
         self._has_amx = _has_amx()
-        self._rounds_inputs = weight.rounds_inputs
-        self._quantized = weight.quantized if self._has_amx and not weight.rounds_inputs else None
+        self._quantizes_inputs = weight.quantizes_inputs
+        self._quantized = weight.quantized if self._has_amx and not weight.quantizes_inputs else None
         self.tensors = (self.packed, self.scales, *([] if self._quantized is None else [self._quantized]))
         self._zeros = torch.zeros(weight.outputs, dtype=torch.int64)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        if self._rounds_inputs:
+        if self._quantizes_inputs:
             step = _find_step(flat, 127)
             out = self._multiply((flat / step).round_().to(torch.int8)).mul_(step).to(x.dtype)
         elif self._quantized is None or len(flat) <= _DIGIT_ROWS:
@@ -123,7 +123,7 @@ class Int8Gemm:
     """`torch._weight_int8pack_mm` for few rows of bfloat16; else the quantized values as numbers of
     the model's dtype, with scales afterwards."""
 
-    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
+    def __init__(self, weight: CanonicalWeight, dtype: torch.dtype) -> None:
         assert weight.scales is not None
         self.quantized, self.scales = weight.quantized, weight.scales.flatten().to(dtype)
         self.tensors = (self.quantized, self.scales)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
-from frame.core.interfaces.weight_format import PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight
 from frame.kernels import cuda_source
 from frame.kernels.linear import blocked_int4
 
@@ -16,16 +16,16 @@ class CudaInt4Kernel(GemmKernel):
     """Multiplies int4 values as it reads them; for very many rows, the dequantized
     weight."""
 
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         return cuda_source.find_hopper_obstacle(weight.quantized.device) or blocked_int4.find_obstacle(weight, self.context.dtype)
 
-    def prepare(self, weight: PackedWeight) -> Gemm:
+    def prepare(self, weight: CanonicalWeight) -> Gemm:
         return CudaInt4Gemm(weight)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+    def prepare_experts(self, weight: CanonicalWeight) -> GroupedGemm:
         raise NotImplementedError("it multiplies no experts")
 
-    def count_bytes(self, weight: PackedWeight) -> int:
+    def count_bytes(self, weight: CanonicalWeight) -> int:
         order = 0 if weight.order is None else weight.order.nbytes
         return order + blocked_int4.count_bytes(weight.outputs, weight.columns, weight.scheme.group[1])
 
@@ -33,7 +33,7 @@ class CudaInt4Kernel(GemmKernel):
 class CudaInt4Gemm:
     """x times one weight."""
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: CanonicalWeight) -> None:
         self._kernels, self._order = blocked_int4.BlockedGemms(blocked_int4.pack_weight(weight)), weight.order
 
     @property

@@ -8,7 +8,7 @@ from torch import nn
 
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.moe import DispatchOutput
-from frame.core.interfaces.weight_format import PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight
 from frame.kernels import cuda_source, nvidia
 from frame.kernels.moe import blocked_mxfp4
 from frame.kernels.moe.align import align_tokens, copy_rows
@@ -22,23 +22,23 @@ _ACTIVATIONS = "silu", "clamped_swiglu"
 class CudaMxfp4Kernel(GemmKernel):
     """Multiplies e2m1 values as it reads them, for any number of rows."""
 
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         return cuda_source.find_hopper_obstacle(weight.quantized.device) or blocked_mxfp4.find_obstacle(weight, self.context.dtype)
 
-    def prepare(self, weight: PackedWeight) -> Gemm:
+    def prepare(self, weight: CanonicalWeight) -> Gemm:
         raise NotImplementedError("it multiplies experts only")
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+    def prepare_experts(self, weight: CanonicalWeight) -> GroupedGemm:
         return CudaMxfp4Gemm(weight, self.context.limits.max_tokens_per_step)
 
-    def count_bytes(self, weight: PackedWeight) -> int:
+    def count_bytes(self, weight: CanonicalWeight) -> int:
         return blocked_mxfp4.count_bytes(len(weight.quantized), weight.outputs, weight.columns)
 
 
 class CudaMxfp4Gemm:
     """Rows times the weights of their experts. `maximum`: tokens of a step."""
 
-    def __init__(self, weight: PackedWeight, maximum: int) -> None:
+    def __init__(self, weight: CanonicalWeight, maximum: int) -> None:
         self._kernel, self._experts, self._maximum = blocked_mxfp4.ExpertGemm(weight), len(weight.quantized), maximum
         self._compiled: set[int] = set()  # numbers of experts of a token
 

@@ -12,7 +12,7 @@ from torch import nn
 from frame import kernels
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.moe import DispatchOutput
-from frame.core.interfaces.weight_format import PackedWeight, unpack_nibbles
+from frame.core.interfaces.weight_format import CanonicalWeight, unpack_nibbles
 from frame.models.layers.weights.expert_activation import activate
 from frame.quantization.gemm.weight_only import WeightOnlyGemm, WeightOnlyGroupedGemm
 
@@ -39,7 +39,7 @@ class HummingKernel(GemmKernel):
         super().__init__(context)
         self._keeps_quantized = bool(getattr(options, "few_rows", False))
 
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         scheme, dtype = weight.scheme, self.context.dtype
         if scheme.quant_type not in _NAMES:
             return f"it has no kernel for {scheme.quant_type}"
@@ -55,14 +55,14 @@ class HummingKernel(GemmKernel):
             return f"scales are not in the model's dtype, {dtype}"
         return None
 
-    def prepare(self, weight: PackedWeight) -> Gemm:
+    def prepare(self, weight: CanonicalWeight) -> Gemm:
         return HummingGemm(weight, WeightOnlyGemm(weight) if self._keeps_quantized else None)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+    def prepare_experts(self, weight: CanonicalWeight) -> GroupedGemm:
         few = WeightOnlyGroupedGemm(weight, self.context.limits.max_tokens_per_step) if self._keeps_quantized else None
         return HummingGroupedGemm(weight, few)
 
-    def count_bytes(self, weight: PackedWeight) -> int:
+    def count_bytes(self, weight: CanonicalWeight) -> int:
         outputs, inputs = (-(-size // _TILE) * _TILE for size in (weight.outputs, weight.inputs))
         values = weight.quantized.shape[:-2].numel() * outputs * inputs
         groups = values // (weight.scheme.group[1] or inputs)
@@ -74,7 +74,7 @@ class HummingGemm:
     """x times one weight, whose tensors are in the library's layout. `few` multiplies few rows, by
     the quantized values in canonical form."""
 
-    def __init__(self, weight: PackedWeight, few: WeightOnlyGemm | None = None) -> None:
+    def __init__(self, weight: CanonicalWeight, few: WeightOnlyGemm | None = None) -> None:
         from humming.forward import humming_forward
         from humming.schema import HummingWeightSchema
         from humming.transform import prepare_and_transform_humming_tensors
@@ -122,7 +122,7 @@ class HummingGemm:
 class HummingGroupedGemm(HummingGemm):
     """Rows times the weights of their experts."""
 
-    def __init__(self, weight: PackedWeight, few: WeightOnlyGroupedGemm | None = None) -> None:
+    def __init__(self, weight: CanonicalWeight, few: WeightOnlyGroupedGemm | None = None) -> None:
         super().__init__(weight)
         self._few_pairs = few
         self._experts = len(weight.quantized)
@@ -181,7 +181,7 @@ class HummingGroupedGemm(HummingGemm):
         return next(block for maximum, block in self._blocks if pairs <= maximum)
 
 
-def _name_tensors(weight: PackedWeight) -> dict[str, torch.Tensor]:
+def _name_tensors(weight: CanonicalWeight) -> dict[str, torch.Tensor]:
     """The weight as the library reads it: unsigned quantized values in 32-bit words, the first in
     the lowest bits, along the inputs; zero points along the outputs."""
     assert weight.scales is not None

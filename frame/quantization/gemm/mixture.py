@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from frame.core.interfaces.weight_format import PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight
 from frame.kernels import nvidia
 from frame.kernels.linear.weight_rows import MAX_PAIRS, choose_rows_plan, count_max_rows, multiply_pair_rows
 from frame.kernels.moe.align import CHUNKS, align_tokens
@@ -22,7 +22,7 @@ class Mixture:
     """Experts whose weights are `gate_up` [experts, 2 * inner, hidden] and `down` [experts, hidden,
     inner]. `maximum`: tokens of a step; 0: no variant is compiled ahead."""
 
-    def __init__(self, gate_up: PackedWeight, down: PackedWeight, maximum: int) -> None:
+    def __init__(self, gate_up: CanonicalWeight, down: CanonicalWeight, maximum: int) -> None:
         self._gate_up, self._down, self._maximum = gate_up, down, maximum
         self._compiled: set[int] = set()  # numbers of experts of a token
 

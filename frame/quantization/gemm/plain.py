@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
-from frame.core.interfaces.weight_format import PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight
 from frame.kernels.linear.invariant import limit_workspaces
 from frame.models.layers.packed import can_pack, pack_weight
 from frame.models.layers.weights.plain_gemm import InvariantGemm, PackedGemm, PlainGemm, PlainGroupedGemm
@@ -24,15 +24,15 @@ class PlainKernel(GemmKernel):
         if context.deterministic:
             limit_workspaces()
 
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         return None if weight.scheme.quant_type == "plain" else "the weight is quantized"
 
-    def prepare(self, weight: PackedWeight) -> Gemm:
+    def prepare(self, weight: CanonicalWeight) -> Gemm:
         if self.context.deterministic:
             return InvariantGemm(weight.quantized)
         if can_pack(weight.quantized):
             return PackedGemm(pack_weight(weight.quantized))
         return PlainGemm(weight.quantized)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+    def prepare_experts(self, weight: CanonicalWeight) -> GroupedGemm:
         return PlainGroupedGemm(weight.quantized)

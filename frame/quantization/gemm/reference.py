@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
-from frame.core.interfaces.weight_format import PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight
 from frame.kernels.linear.invariant import InvariantRows
 from frame.models.layers.weights.plain_gemm import multiply_grouped
 
@@ -19,13 +19,13 @@ class ReferenceKernel(GemmKernel):
 
     minima: ClassVar[bool] = True
 
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         return None
 
-    def prepare(self, weight: PackedWeight) -> Gemm:
+    def prepare(self, weight: CanonicalWeight) -> Gemm:
         return InvariantReferenceGemm(weight, self.context.dtype) if self.context.deterministic else ReferenceGemm(weight)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+    def prepare_experts(self, weight: CanonicalWeight) -> GroupedGemm:
         if self.context.deterministic:
             sentence = "experts are dequantized after loading under execution.deterministic: leave model.gemm_kernel open"
             raise ConfigurationError(f"gemm kernel 'torch' multiplies no experts: {sentence}.")
@@ -35,7 +35,7 @@ class ReferenceKernel(GemmKernel):
 class ReferenceGemm:
     """x times the dequantized weight."""
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: CanonicalWeight) -> None:
         self.weight = weight
         self.tensors = list(weight.tensors.values())
 
@@ -47,7 +47,7 @@ class InvariantReferenceGemm(ReferenceGemm):
     """`ReferenceGemm` under `RankContext.deterministic`, with the bits of `InvariantMatmul` and the
     dequantized weight."""
 
-    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
+    def __init__(self, weight: CanonicalWeight, dtype: torch.dtype) -> None:
         super().__init__(weight)
         dense = weight.dequantize(dtype)
         self._rows = InvariantRows(super().__call__, dense[:1], "linear", *dense.shape, *dense.stride())
@@ -60,7 +60,7 @@ class InvariantReferenceGemm(ReferenceGemm):
 class ReferenceGroupedGemm:
     """Rows sorted by expert times the dequantized weights."""
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: CanonicalWeight) -> None:
         self.weight = weight
         self.tensors = list(weight.tensors.values())
 

@@ -12,7 +12,7 @@ from torch import nn
 from frame import kernels
 from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
 from frame.core.interfaces.moe import DispatchOutput
-from frame.core.interfaces.weight_format import PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight
 from frame.kernels.nvidia import count_multiprocessors
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class WeightOnlyKernel(GemmKernel):
 
     minima: ClassVar[bool] = True
 
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         from frame.kernels.linear.weight_only import find_obstacle
 
         device = weight.quantized.device
@@ -39,17 +39,17 @@ class WeightOnlyKernel(GemmKernel):
             return "the device does not convert e4m3"
         return find_obstacle(weight)
 
-    def prepare(self, weight: PackedWeight) -> Gemm:
+    def prepare(self, weight: CanonicalWeight) -> Gemm:
         return WeightOnlyGemm(weight)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+    def prepare_experts(self, weight: CanonicalWeight) -> GroupedGemm:
         return WeightOnlyGroupedGemm(weight, self.context.limits.max_tokens_per_step)
 
 
 class WeightOnlyGemm:
     """x times one weight, while its tensors keep their sizes and addresses."""
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: CanonicalWeight) -> None:
         from frame.kernels.linear import weight_only, weight_rows
 
         self.weight = weight
@@ -88,7 +88,7 @@ class WeightOnlyGemm:
 class WeightOnlyGroupedGemm:
     """Rows sorted by expert times the weights of their experts. `maximum`: tokens of a step."""
 
-    def __init__(self, weight: PackedWeight, maximum: int = 0) -> None:
+    def __init__(self, weight: CanonicalWeight, maximum: int = 0) -> None:
         from frame.kernels.linear import weight_only
 
         self.weight, self._maximum = weight, maximum

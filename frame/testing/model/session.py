@@ -33,7 +33,7 @@ from frame.core.interfaces.weight_format import FormatContext
 from frame.core.kv_cache.geometry import kv_geometry, model_geometry
 from frame.entrypoints.tools.bench.paged_batches import Pages, PlainKVCache, Rows, build_context, forward_batch
 from frame.interfaces.weights import WeightSourceContext
-from frame.loading.loader import allocate_parameters, expected_shapes, finish_modules
+from frame.loading.loader import allocate_parameters, expected_shapes, process_weights_after_loading
 from frame.loading.weight_reader import read_weights
 from frame.testing.attention.steps import LayeredKVCache
 from frame.testing.checkpoints import TINY, load_reference, make_checkpoint
@@ -166,7 +166,7 @@ def load(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.fl
     """The model with the checkpoint's weights, ready to run."""
     model = build(subject, checkpoint, dtype, group)
     model.load_weights(iter(read(model, checkpoint, dtype)))
-    finish_modules(model)
+    process_weights_after_loading(model)
     return model.eval().requires_grad_(False)
 
 

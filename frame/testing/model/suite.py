@@ -20,7 +20,7 @@ import torch
 
 from frame.checkpoint.model_config import read_model_config
 from frame.core.errors import CheckpointError, ConfigurationError
-from frame.loading.loader import finish_modules, forget_loaded
+from frame.loading.loader import forget_loaded, process_weights_after_loading
 from frame.testing.conformance import Check, SkipCheck, Subject, find_checks
 from frame.testing.generators import require_bounded
 from frame.testing.model.configurations import write_forms
@@ -100,7 +100,7 @@ def check_weights_are_complete(tools: Tools) -> None:
     assert not wrong, f"`load_weights` returns {', '.join(wrong[:4])}, which are no parameters of the model"
     unnamed = sorted(set(known) - set(loaded))
     assert not unnamed, f"`load_weights` does not return {', '.join(unnamed[:4])}: the tensors are missing or were not used"
-    finish_modules(model)
+    process_weights_after_loading(model)
     unset = [name for name, value in model.named_parameters() if value.is_floating_point() and bool(value.isnan().any())]
     assert not unset, f"{', '.join(unset[:4])} hold values that `load_weights` did not set"
 
@@ -308,7 +308,7 @@ def check_weights_loaded_again(tools: Tools) -> None:
         loaded: Any = model
         forget_loaded(loaded)
         loaded.load_weights(iter(others))
-        finish_modules(loaded)
+        process_weights_after_loading(loaded)
         results.append(Session(tools.subject, tools.checkpoint, loaded.eval().requires_grad_(False)).step((1, tokens))[0])
     tools.compare(results[0], results[1], "a prompt after an update by another checkpoint")
 

@@ -54,17 +54,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     """The checks of a stat logger."""
     make = partial(subject.target, StatLoggerContext("tiny", lambda: METRICS, ("vllm",)), subject.options)
     renders = subject.target.render_metrics is not StatLogger.render_metrics  # type: ignore[attr-defined]
-    yield from collect(__name__, make)
-    if renders:
-        yield Check("renders_metrics", partial(_renders_metrics, make))
-        yield Check("renders_large_numbers", partial(_renders_large_numbers, make))
-        yield Check("renders_without_effect", partial(_renders_without_effect, make))
-        yield Check("renders_samples_of_the_server", partial(_renders_samples_of_the_server, make))
-        yield Check("renders_valid_lines", partial(_renders_valid_lines, make))
-        yield Check("renders_what_names_say", partial(_renders_what_names_say, make))
-        yield Check("renders_all_that_was_recorded", partial(_renders_all_that_was_recorded, make))
-        yield Check("renders_no_metric_that_stands_still", partial(_renders_no_metric_that_stands_still, make))
-        yield Check("renders_what_it_recorded_itself", partial(_renders_what_it_recorded_itself, make))
+    yield from (check for check in collect(__name__, make) if renders or not check.name.startswith("renders_"))
 
 
 def _run(logger: StatLogger, count: int) -> None:
@@ -146,147 +136,6 @@ def check_keeps_a_bounded_amount(make: Any) -> None:
         assert kept <= MAX_KEPT, f"the logger holds {kept} elements after {MANY} {what}: it keeps records"
 
 
-def _renders_metrics(make: Any) -> None:
-    """A response, at once, also before the first record and after `close`."""
-    logger = make()
-    _run(logger, 60)
-    metrics = logger.render_metrics()
-    assert isinstance(metrics, RenderedMetrics), "render_metrics() returns no RenderedMetrics"
-    assert isinstance(metrics.body, bytes) and "/" in metrics.content_type, "the rendered metrics have no bytes, or no content type"
-    metrics.content_type.encode("ascii")
-    metrics.body.decode()
-    require_fast(logger.render_metrics, MAX_RENDER_SECONDS, "render_metrics(), which every request waits for,")
-    logger.close()
-    assert logger.render_metrics() is not None, "the logger has no metrics after close(), while the server still answers"
-
-
-def _renders_large_numbers(make: Any) -> None:
-    """Counters of a server that runs for years keep their digits."""
-    logger = make()
-    _run(logger, 6)
-    values = set()
-    for line in logger.render_metrics().body.decode().splitlines():
-        with contextlib.suppress(ValueError, IndexError):
-            values.add(float(line.split()[-1]))
-    missing = [value for value in LARGE if value not in values]
-    logger.close()
-    assert 3.0 not in values or not missing, f"counters of {missing} are rendered with other digits"
-
-
-def _renders_without_effect(make: Any) -> None:
-    """Two readers get the same totals: no sample of the text but those of the process changes when
-    it is read."""
-    logger = make()
-    texts = []
-    for _ in range(2):
-        _run(logger, 60)
-        texts += [_read_samples(logger.render_metrics()) for _ in range(2)]
-    assert texts[0] == texts[1] and texts[2] == texts[3], "the metrics change when they are read"
-    assert texts[0] != texts[2], "60 records do not change the metrics"
-
-
-def _render_text(logger: StatLogger) -> RenderedMetrics:
-    metrics = logger.render_metrics()
-    if metrics is None or not metrics.content_type.startswith(TEXT_FORMATS):
-        raise SkipCheck("the suite reads no other metrics than Prometheus' text")
-    return metrics
-
-
-def _renders_samples_of_the_server(make: Any) -> None:
-    """A counter or gauge of the server that is rendered has each of its samples."""
-    logger = make()
-    lines = _render_text(logger).body.decode().splitlines()
-    logger.close()
-    for metric in METRICS:
-        own = [line for line in lines if re.search(rf"\b\w*{metric.name}(_total)?\b", line)]
-        num_samples = sum(not line.startswith("#") for line in own)
-        assert not own or num_samples >= len(metric.samples), (
-            f"{metric.name} is rendered with {num_samples} samples, and has {len(metric.samples)}"
-        )
-
-
-def _renders_valid_lines(make: Any) -> None:
-    """In Prometheus' text format, each line is a comment or a sample with a valid name."""
-    logger = make()
-    _run(logger, 6)
-    metrics = _render_text(logger)
-    logger.close()
-    lines = metrics.body.decode().splitlines()
-    samples = [line for line in lines if line and not line.startswith("#")]
-    wrong = [line for line in samples if not SAMPLE.fullmatch(line)]
-    assert not wrong, f"{wrong[0]!r:.100} is no line of a sample: NAME{{LABELS}} VALUE"
-    counts = Counter(line.rpartition(" ")[0] for line in samples)
-    twice = [name for name, count in counts.items() if count > 1]
-    assert not twice, f"there are several samples {twice[0]!r:.100}: label them"
-    unhelpful = [match[0] for match in map(HELP.fullmatch, lines) if match]
-    assert not unhelpful, f"{unhelpful[0]!r:.100} explains a metric by a name"
-
-
-def _renders_what_names_say(make: Any) -> None:
-    """Histograms with the names of vLLM's metrics have the values that vLLM's have."""
-    logger = make()
-    for tokens in (5, 2, 1):
-        logger.record_request(replace(REQUEST, output_tokens=tokens))
-    numbers, expected = _read_numbers(_render_text(logger)), {name: sum(values) for name, values in KNOWN.items()}
-    logger.close()
-    for name, value in expected.items():
-        for sample, value_shown in numbers.items():
-            if re.fullmatch(rf"\w*[_:]{name}_sum(\{{.*\}})?", sample):
-                assert abs(value_shown - value) < 1e-6, f"{sample} is {value_shown} after three requests, and not {value}"
-
-
-def _renders_all_that_was_recorded(make: Any) -> None:
-    """A logger whose metrics are read now and then has the numbers of one that is read at the
-    end."""
-    often, once = make(), make()
-    for number in range(40):
-        for logger in (often, once):
-            for _ in range(20):  # more than a logger keeps uncounted
-                logger.record_step(replace(STEP, prompt_tokens=number, generated_tokens=1 + number % 3))
-                logger.record_request(replace(REQUEST, prompt_tokens=20 + number, output_tokens=2 + number % 50, n=1 + number % 2))
-        often.render_metrics()
-    numbers = [_read_numbers(_render_text(logger)) for logger in (often, once)]
-    different = sorted(name for name in numbers[0] if numbers[0][name] != numbers[1].get(name))
-    assert not different, f"{different[0]} differs when metrics are read between records: some are lost, or counted again"
-
-
-def _renders_no_metric_that_stands_still(make: Any) -> None:
-    """Every histogram that is shown has values after records in which every field has one."""
-    logger = make()
-    _run(logger, 60)
-    lines = _render_text(logger).body.decode().splitlines()
-    logger.close()
-    histograms = {match[1] for match in map(HISTOGRAM.fullmatch, lines) if match}
-    counts: dict[str, float] = {}  # over all labels
-    for match in filter(None, map(COUNT.fullmatch, lines)):
-        if match[1] in histograms:
-            counts[match[1]] = counts.get(match[1], 0.0) + float(match[2])
-    still = [name for name, value in counts.items() if not value]
-    assert not still, f"the metric {still[0]} has no values after 60 steps and 20 requests in which each field has one"
-
-
-def _renders_what_it_recorded_itself(make: Any) -> None:
-    """Loggers of two servers in one process, one beside the other or one after the other."""
-    first = make()
-    before = _read_samples(first.render_metrics())
-    second = make()
-    _run(second, 60)
-    for which, logger in (("beside", first), ("after", make())):
-        same = _read_samples(logger.render_metrics()) == before
-        assert same, f"a logger without records shows those of another one {which} it"
-    assert _read_samples(second.render_metrics()) != before, "60 records do not change the metrics"
-
-
-def _read_samples(metrics: RenderedMetrics) -> list[bytes]:
-    return [line for line in metrics.body.splitlines() if not line.startswith((b"process_", b"python_", b"#"))]
-
-
-def _read_numbers(metrics: RenderedMetrics) -> dict[str, float]:
-    """Samples by name and labels, rounded: sums depend on the order of their terms."""
-    pairs = (line.decode().rpartition(" ") for line in _read_samples(metrics))
-    return {name: round(float(value), 6) for name, _, value in pairs if "_created" not in name}
-
-
 def check_prints_nothing(make: Any) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as output:
         logger = make()
@@ -310,3 +159,144 @@ def check_changes_nothing_of_the_process(make: Any) -> None:
         logger = make()
         _run(logger, 20)
         logger.close()
+
+
+def check_renders_metrics(make: Any) -> None:
+    """A response, at once, also before the first record and after `close`."""
+    logger = make()
+    _run(logger, 60)
+    metrics = logger.render_metrics()
+    assert isinstance(metrics, RenderedMetrics), "render_metrics() returns no RenderedMetrics"
+    assert isinstance(metrics.body, bytes) and "/" in metrics.content_type, "the rendered metrics have no bytes, or no content type"
+    metrics.content_type.encode("ascii")
+    metrics.body.decode()
+    require_fast(logger.render_metrics, MAX_RENDER_SECONDS, "render_metrics(), which every request waits for,")
+    logger.close()
+    assert logger.render_metrics() is not None, "the logger has no metrics after close(), while the server still answers"
+
+
+def check_renders_large_numbers(make: Any) -> None:
+    """Counters of a server that runs for years keep their digits."""
+    logger = make()
+    _run(logger, 6)
+    values = set()
+    for line in logger.render_metrics().body.decode().splitlines():
+        with contextlib.suppress(ValueError, IndexError):
+            values.add(float(line.split()[-1]))
+    missing = [value for value in LARGE if value not in values]
+    logger.close()
+    assert 3.0 not in values or not missing, f"counters of {missing} are rendered with other digits"
+
+
+def check_renders_without_effect(make: Any) -> None:
+    """Two readers get the same totals: no sample of the text but those of the process changes when
+    it is read."""
+    logger = make()
+    texts = []
+    for _ in range(2):
+        _run(logger, 60)
+        texts += [_read_samples(logger.render_metrics()) for _ in range(2)]
+    assert texts[0] == texts[1] and texts[2] == texts[3], "the metrics change when they are read"
+    assert texts[0] != texts[2], "60 records do not change the metrics"
+
+
+def _render_text(logger: StatLogger) -> RenderedMetrics:
+    metrics = logger.render_metrics()
+    if metrics is None or not metrics.content_type.startswith(TEXT_FORMATS):
+        raise SkipCheck("the suite reads no other metrics than Prometheus' text")
+    return metrics
+
+
+def check_renders_samples_of_the_server(make: Any) -> None:
+    """A counter or gauge of the server that is rendered has each of its samples."""
+    logger = make()
+    lines = _render_text(logger).body.decode().splitlines()
+    logger.close()
+    for metric in METRICS:
+        own = [line for line in lines if re.search(rf"\b\w*{metric.name}(_total)?\b", line)]
+        num_samples = sum(not line.startswith("#") for line in own)
+        assert not own or num_samples >= len(metric.samples), (
+            f"{metric.name} is rendered with {num_samples} samples, and has {len(metric.samples)}"
+        )
+
+
+def check_renders_valid_lines(make: Any) -> None:
+    """In Prometheus' text format, each line is a comment or a sample with a valid name."""
+    logger = make()
+    _run(logger, 6)
+    metrics = _render_text(logger)
+    logger.close()
+    lines = metrics.body.decode().splitlines()
+    samples = [line for line in lines if line and not line.startswith("#")]
+    wrong = [line for line in samples if not SAMPLE.fullmatch(line)]
+    assert not wrong, f"{wrong[0]!r:.100} is no line of a sample: NAME{{LABELS}} VALUE"
+    counts = Counter(line.rpartition(" ")[0] for line in samples)
+    twice = [name for name, count in counts.items() if count > 1]
+    assert not twice, f"there are several samples {twice[0]!r:.100}: label them"
+    unhelpful = [match[0] for match in map(HELP.fullmatch, lines) if match]
+    assert not unhelpful, f"{unhelpful[0]!r:.100} explains a metric by a name"
+
+
+def check_renders_what_names_say(make: Any) -> None:
+    """Histograms with the names of vLLM's metrics have the values that vLLM's have."""
+    logger = make()
+    for tokens in (5, 2, 1):
+        logger.record_request(replace(REQUEST, output_tokens=tokens))
+    numbers, expected = _read_numbers(_render_text(logger)), {name: sum(values) for name, values in KNOWN.items()}
+    logger.close()
+    for name, value in expected.items():
+        for sample, value_shown in numbers.items():
+            if re.fullmatch(rf"\w*[_:]{name}_sum(\{{.*\}})?", sample):
+                assert abs(value_shown - value) < 1e-6, f"{sample} is {value_shown} after three requests, and not {value}"
+
+
+def check_renders_all_that_was_recorded(make: Any) -> None:
+    """A logger whose metrics are read now and then has the numbers of one that is read at the
+    end."""
+    often, once = make(), make()
+    for number in range(40):
+        for logger in (often, once):
+            for _ in range(20):  # more than a logger keeps uncounted
+                logger.record_step(replace(STEP, prompt_tokens=number, generated_tokens=1 + number % 3))
+                logger.record_request(replace(REQUEST, prompt_tokens=20 + number, output_tokens=2 + number % 50, n=1 + number % 2))
+        often.render_metrics()
+    numbers = [_read_numbers(_render_text(logger)) for logger in (often, once)]
+    different = sorted(name for name in numbers[0] if numbers[0][name] != numbers[1].get(name))
+    assert not different, f"{different[0]} differs when metrics are read between records: some are lost, or counted again"
+
+
+def check_renders_no_metric_that_stands_still(make: Any) -> None:
+    """Every histogram that is shown has values after records in which every field has one."""
+    logger = make()
+    _run(logger, 60)
+    lines = _render_text(logger).body.decode().splitlines()
+    logger.close()
+    histograms = {match[1] for match in map(HISTOGRAM.fullmatch, lines) if match}
+    counts: dict[str, float] = {}  # over all labels
+    for match in filter(None, map(COUNT.fullmatch, lines)):
+        if match[1] in histograms:
+            counts[match[1]] = counts.get(match[1], 0.0) + float(match[2])
+    still = [name for name, value in counts.items() if not value]
+    assert not still, f"the metric {still[0]} has no values after 60 steps and 20 requests in which each field has one"
+
+
+def check_renders_what_it_recorded_itself(make: Any) -> None:
+    """Loggers of two servers in one process, one beside the other or one after the other."""
+    first = make()
+    before = _read_samples(first.render_metrics())
+    second = make()
+    _run(second, 60)
+    for which, logger in (("beside", first), ("after", make())):
+        same = _read_samples(logger.render_metrics()) == before
+        assert same, f"a logger without records shows those of another one {which} it"
+    assert _read_samples(second.render_metrics()) != before, "60 records do not change the metrics"
+
+
+def _read_samples(metrics: RenderedMetrics) -> list[bytes]:
+    return [line for line in metrics.body.splitlines() if not line.startswith((b"process_", b"python_", b"#"))]
+
+
+def _read_numbers(metrics: RenderedMetrics) -> dict[str, float]:
+    """Samples by name and labels, rounded: sums depend on the order of their terms."""
+    pairs = (line.decode().rpartition(" ") for line in _read_samples(metrics))
+    return {name: round(float(value), 6) for name, _, value in pairs if "_created" not in name}

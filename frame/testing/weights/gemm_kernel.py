@@ -15,20 +15,20 @@ from typing import Any
 import torch
 
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel, GemmRequirements, find_kernel_obstacle
-from frame.core.interfaces.weight_format import PackedWeight, QuantType, WeightScheme
+from frame.core.interfaces.weight_format import CanonicalWeight, QuantType, WeightScheme
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.plugins.devices import open_platform
 from frame.testing.conformance import Check, SkipCheck, Subject
 from frame.testing.generators import call_at_one_address, require_kept, require_near_reference
 from frame.testing.tensors import require_form, require_near
-from frame.testing.weights.packed_weights import make_weight
+from frame.testing.weights.canonical_weights import make_weight
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # relative to the largest value
 SUM_TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 1.2e-2}  # of sums over many inputs
-ROUNDED = 0.1  # where a kernel rounds activations too
+QUANTIZED_INPUTS = 0.1  # where a kernel quantizes activations too
 COUNTED = 0.02  # relative error of counted bytes
 NARROW = 32  # inputs of a weight whose scales weigh as much as its values
-INT8_ERROR = 1.3  # of rounded inputs, relative to that of rounding to int8 with a scale per row
+INT8_ERROR = 1.3  # of quantized inputs, relative to that of rounding to int8 with a scale per row
 ROWS = (1, 2, 7, 17, 70, 71, 513)
 OUTPUTS, INPUTS = 128, 256
 NUM_EXPERTS = 130
@@ -77,7 +77,7 @@ def suite(subject: Subject) -> Iterator[Check]:
             cases = [Case(subject, DTYPES[name], scheme, outer) for scheme, outer in SCHEMES if scheme.quant_type in quantized]
             yield Check(f"a_weight_of_each_type_is_taken-{name}", partial(_check_types, cases))
             yield Check(f"obstacles_are_those_of_the_weight-{name}", partial(_check_obstacles, cases))
-            yield Check(f"rounded_inputs_keep_their_precision-{name}", partial(_check_rounded_inputs, cases))
+            yield Check(f"quantized_inputs_keep_their_precision-{name}", partial(_check_quantized_inputs, cases))
             yield Check(f"bytes_are_as_counted-{name}", partial(_check_bytes, cases))
             if getattr(subject.record.capabilities, "batch_invariant", False):
                 yield Check(f"batch_invariant-{name}", Case(subject, DTYPES[name], *first, deterministic=True).check_invariance)
@@ -110,21 +110,21 @@ class Case:
         self.kernel: GemmKernel = subject.target(context, subject.options)
         self.tolerance = TOLERANCE[dtype]
         if dtype != torch.float32 and scheme.quant_type in ("e4m3", "int8"):
-            self.tolerance = ROUNDED if scheme.quant_type == "e4m3" else TOLERANCE[torch.bfloat16]
+            self.tolerance = QUANTIZED_INPUTS if scheme.quant_type == "e4m3" else TOLERANCE[torch.bfloat16]
 
-    def draw(self, outputs: int = OUTPUTS, inputs: int = INPUTS, experts: int = 0, seed: int = 0) -> PackedWeight:
+    def draw(self, outputs: int = OUTPUTS, inputs: int = INPUTS, experts: int = 0, seed: int = 0) -> CanonicalWeight:
         """A weight of the scheme on the device."""
         weight = make_weight(self.scheme, outputs, inputs, experts=experts, outer=self.outer, dtype=self.dtype, seed=seed)
         for name, tensor in weight.tensors.items():
             setattr(weight, name, tensor.to(self.device))
         return weight
 
-    def make(self, outputs: int = OUTPUTS, inputs: int = INPUTS, experts: int = 0, seed: int = 0) -> PackedWeight:
+    def make(self, outputs: int = OUTPUTS, inputs: int = INPUTS, experts: int = 0, seed: int = 0) -> CanonicalWeight:
         """A weight that the kernel takes."""
         weight = self.draw(outputs, inputs, experts, seed)
         obstacle = find_kernel_obstacle(self.kernel, weight)
         if obstacle is not None and self.scheme.quant_type == "int8":
-            weight.rounds_inputs = True
+            weight.quantizes_inputs = True
             obstacle = find_kernel_obstacle(self.kernel, weight)
         if obstacle is not None:
             raise SkipCheck(obstacle)
@@ -138,7 +138,7 @@ class Case:
         require_form(got, expected, what, self.dtype)
         require_near(got, expected, what, self.tolerance)
 
-    def reference(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    def reference(self, x: torch.Tensor, weight: CanonicalWeight) -> torch.Tensor:
         return x.double() @ weight.dequantize(torch.float32).double().t()
 
     def check_gemm(self) -> None:
@@ -294,13 +294,13 @@ def _check_obstacles(cases: Sequence[Case]) -> None:
         assert obstacle == expected, f"{case.scheme}: after other weights the obstacle is {obstacle!r}, and {expected!r} before"
 
 
-def _check_rounded_inputs(cases: Sequence[Case]) -> None:
-    """A kernel that rounds the inputs of a checkpoint made for that has at most the error of int8
-    with one scale per row."""
+def _check_quantized_inputs(cases: Sequence[Case]) -> None:
+    """A kernel that quantizes the inputs of a checkpoint made for that has at most the error of
+    int8 with one scale per row."""
     num_checked = 0
     for case in cases:
         weight = case.draw()
-        weight.rounds_inputs = True
+        weight.quantizes_inputs = True
         if find_kernel_obstacle(case.kernel, weight) is not None:
             continue
         num_checked += 1
@@ -311,10 +311,10 @@ def _check_rounded_inputs(cases: Sequence[Case]) -> None:
             rounding = float(((x.double() / step).round() * step @ expected.t() - exact).norm())
             allowed = INT8_ERROR * math.hypot(rounding, torch.finfo(case.dtype).eps / 2 * float(exact.norm()))
             error = float((case.kernel.prepare(replace(weight))(x).double() - exact).norm())
-            what = f"{case.scheme}, {rows} rows of inputs that may be rounded to int8"
+            what = f"{case.scheme}, {rows} rows of inputs that may be quantized to int8"
             assert error <= allowed, f"{what}: the error's norm is {error:.2e}; that of int8 with one scale per row allows {allowed:.2e}"
     if not num_checked:
-        raise SkipCheck("it takes no weight whose inputs may be rounded")
+        raise SkipCheck("it takes no weight whose inputs may be quantized")
 
 
 def _check_bytes(cases: Sequence[Case]) -> None:

@@ -1,5 +1,5 @@
-"""The conformance suite of weight formats: what is decoded has canonical form, whatever the merged
-parts, ranks and experts.
+"""The conformance suite of weight formats: what a format makes of tensors has
+canonical form, whatever the merged parts, ranks and experts.
 
 Checkpoint tensors are random numbers of their dtype, or what the class's `make_conformance_tensor`
 returns.
@@ -23,19 +23,19 @@ import torch
 from torch import nn
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weight_format import Axis, FormatContext, LayerFormat, PackedWeight, WeightFormat
+from frame.core.interfaces.weight_format import Axis, CanonicalWeight, FormatContext, LayerFormat, WeightFormat
 from frame.models.layers.parameter import Range
 from frame.models.layers.weights.stored_weight import StoredWeight, WeightSizes
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.generators import require_bounded, require_near_reference
-from frame.testing.weights.packed_weights import check_form
+from frame.testing.weights.canonical_weights import check_form
 
 DTYPE = torch.float32
 INPUTS, OUTPUTS = 256, (256, 128, 128)  # sizes that block scales of 128 divide
 LARGE_INPUTS, LARGE_OUTPUTS = 2048, (8960, 128, 128)
 EXPERTS = 3
 NAME = "model.layers.0.mlp.up_proj"
-MAX_GROWTH = 2.5  # from stored bytes to decoded ones: 2 bits become 4
+MAX_GROWTH = 2.5  # from stored bytes to canonical ones: 2 bits become 4
 HEADS = ("lm_head", "score", "transformer.output", "classifier")
 WRONG: tuple[Any, ...] = ({"x": [1]}, {"": None}, [[]], ["a"], "text", "", None, -3, 0, 10**30, 0.5, float("nan"), True, False)
 
@@ -102,14 +102,14 @@ class Weight:
                 self.stored.bind(part, f"{expert}.{part}", placed, self.inputs, expert if experts else None)
                 local += span.size
 
-    def load(self, seed: int = 0) -> list[PackedWeight]:
-        """Load random tensors and decode them."""
+    def load(self, seed: int = 0) -> list[CanonicalWeight]:
+        """Load random tensors and make their canonical form."""
         for parameter in self.module.parameters():
             if getattr(parameter, "optional", False):
                 continue
             for name, part in getattr(parameter, "sources", {}).items():
                 parameter.load(name, self._random(f"{name}/{seed}", name, part.shape, parameter.stored_dtype))  # type: ignore[attr-defined]
-        return self.stored.decode()
+        return self.stored.to_canonical()
 
     def _random(self, key: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         generator = torch.Generator().manual_seed(sum(ord(letter) * (index + 1) for index, letter in enumerate(key)))
@@ -127,7 +127,7 @@ class Weight:
         return (torch.randn(shape, generator=generator) * 0.05).to(dtype)
 
 
-def _dense(weights: Sequence[PackedWeight]) -> torch.Tensor:
+def _dense(weights: Sequence[CanonicalWeight]) -> torch.Tensor:
     return torch.cat([weight.dequantize(DTYPE) for weight in weights], weights[0].quantized.dim() - 2)
 
 
@@ -227,7 +227,7 @@ def _check_known(subject: Subject) -> None:
                     if value is not None:
                         assert tuple(part.shape) == tuple(value.shape), f"{what}: {source} has the shape {tuple(part.shape)}"
                         parameter.load(source, value)  # type: ignore[attr-defined]
-            dense = _dense(stored.decode())
+            dense = _dense(stored.to_canonical())
             expected = weight[rows.start : rows.start + rows.size, columns.start : columns.start + columns.size]
             error = float((dense - expected).abs().max()) if dense.shape == expected.shape else float("inf")
             where = f" of rank {rank}, by {split}s," if split else ""
@@ -275,7 +275,7 @@ def check_canonical_form(subject: Subject, layout: LayerFormat) -> None:
 def check_decode_changes_nothing(subject: Subject, layout: LayerFormat) -> None:
     weight = Weight(subject, layout)
     first = _dense(weight.load()).clone()
-    _compare(_dense(weight.stored.decode()), first, "decoded a second time")
+    _compare(_dense(weight.stored.to_canonical()), first, "made a second time")
 
 
 def check_merged_parts_follow_one_another(subject: Subject, layout: LayerFormat) -> None:
@@ -290,7 +290,7 @@ def check_merged_parts_follow_one_another(subject: Subject, layout: LayerFormat)
                 continue
             for name, source in getattr(parameter, "sources", {}).items():
                 parameter.load(name, merged._random(f"{name}/0", name, source.shape, parameter.stored_dtype))  # type: ignore[attr-defined]  # noqa: SLF001
-        _compare(rows, _dense(alone.decode()), f"part {part} of a merged layer")
+        _compare(rows, _dense(alone.to_canonical()), f"part {part} of a merged layer")
 
 
 def _check_split(subject: Subject, layout: LayerFormat, split: str) -> None:
@@ -298,7 +298,7 @@ def _check_split(subject: Subject, layout: LayerFormat, split: str) -> None:
     for rank in range(2):
         shard = _dense(Weight(subject, layout, (rank, split, 2)).load())
         expected = whole.chunk(2, 1)[rank] if split == "input" else torch.cat([rows.chunk(2)[rank] for rows in whole.split(OUTPUTS)])
-        if layout.rounds:
+        if layout.quantizes:
             assert shard.shape == expected.shape, f"a rank has other {split}s"
         else:
             _compare(shard, expected, f"{split}s of rank {rank}")
@@ -318,7 +318,7 @@ def check_real_sizes(subject: Subject, layout: LayerFormat) -> None:
     whole = _dense(Weight(subject, layout, case=LARGE).load())
     for rank in range(2):
         shard = _dense(Weight(subject, layout, (rank, "input", 2), LARGE).load())
-        if not layout.rounds:
+        if not layout.quantizes:
             _compare(shard, whole.chunk(2, 1)[rank], f"inputs of rank {rank} of {LARGE_INPUTS}")
     many = _dense(Weight(subject, layout, case=WeightCase(outputs=LARGE_OUTPUTS)).load())
     assert bool((many.abs().amax(1) > 0).all()), f"of {sum(LARGE_OUTPUTS)} outputs, some have no weights"
@@ -327,7 +327,7 @@ def check_real_sizes(subject: Subject, layout: LayerFormat) -> None:
 def check_scales_of_zero(subject: Subject, layout: LayerFormat) -> None:
     """Groups whose weights are all 0 have scales of 0, and the weights of all others are as they
     were."""
-    if layout.rounds or getattr(subject.target, "make_conformance_tensor", None) is not None:
+    if layout.quantizes or getattr(subject.target, "make_conformance_tensor", None) is not None:
         raise SkipCheck("the suite does not make its scales")
     dense = _dense(Weight(subject, layout, case=WeightCase(has_zero_scales=True)).load())
     assert torch.isfinite(dense).all(), "weights with scales of 0 are not finite"
@@ -336,17 +336,19 @@ def check_scales_of_zero(subject: Subject, layout: LayerFormat) -> None:
 def check_float32_is_kept(subject: Subject, layout: LayerFormat) -> None:
     """Scales that are stored in float32 count to their eleventh bit at least."""
     stored = layout.list_tensors(INPUTS, OUTPUTS)
-    if layout.rounds or not any("scale" in name and each.dtype == torch.float32 for name, each in stored.items()):
-        raise SkipCheck("the checkpoint stores no scales in float32, or it is rounded")
+    if layout.quantizes or not any("scale" in name and each.dtype == torch.float32 for name, each in stored.items()):
+        raise SkipCheck("the checkpoint stores no scales in float32, or its weights are quantized while loading")
     first, second = (_dense(Weight(subject, layout, case=WeightCase(factor=factor)).load()).double() for factor in (1.0, 1 + 2.0**-9))
     moved = ((first - second).abs() > 2.0**-11 * first.abs()) & (first != 0)
-    assert float(moved.sum()) > 0.5 * float((first != 0).sum()), "float32 scales that differ by 1 / 512 decode to the same weights"
+    assert float(moved.sum()) > 0.5 * float((first != 0).sum()), "float32 scales that differ by 1 / 512 give the same weights"
 
 
 def check_decoding_is_fast(subject: Subject, layout: LayerFormat) -> None:
     weight = Weight(subject, layout)
     packed = weight.load()
-    require_near_reference(weight.stored.decode, lambda: [each.dequantize(DTYPE) for each in packed], "decoding a small layer", 8, 8e-3)
+    require_near_reference(
+        weight.stored.to_canonical, lambda: [each.dequantize(DTYPE) for each in packed], "the canonical form of a small layer", 8, 8e-3
+    )
 
 
 def check_a_second_load_replaces_the_first(subject: Subject, layout: LayerFormat) -> None:
@@ -362,12 +364,12 @@ def check_decoding_takes_little_memory(subject: Subject, layout: LayerFormat) ->
     packed = weight.load()
     stored = sum(parameter.numel() * parameter.element_size() for parameter in weight.module.parameters())
     kept = sum(tensor.numel() * tensor.element_size() for each in packed for tensor in each.tensors.values())
-    assert kept <= MAX_GROWTH * stored, f"{stored} stored bytes decode to {kept}: return packed values, which kernels read"
+    assert kept <= MAX_GROWTH * stored, f"{stored} stored bytes become {kept}: return packed values, which kernels read"
 
 
 def _needs_rounding(layout: LayerFormat) -> None:
-    if not layout.rounds:
-        raise SkipCheck("the checkpoint's weights are not rounded")
+    if not layout.quantizes:
+        raise SkipCheck("the checkpoint's weights are not quantized while loading")
 
 
 def _draw_weight(outputs: int = 128, seed: int = 0) -> torch.Tensor:
@@ -375,19 +377,19 @@ def _draw_weight(outputs: int = 128, seed: int = 0) -> torch.Tensor:
 
 
 def _round(layout: LayerFormat, weight: torch.Tensor) -> torch.Tensor:
-    return layout.decode(layout.encode(weight, (len(weight),)), INPUTS).dequantize(DTYPE)
+    return layout.to_canonical(layout.quantize_weight(weight, (len(weight),)), INPUTS).dequantize(DTYPE)
 
 
 def check_rounding_is_close(subject: Subject, layout: LayerFormat) -> None:
     _needs_rounding(layout)
     weight = _draw_weight(256)
-    tensors = layout.encode(weight, (256,))
-    assert tensors.keys() == layout.list_tensors(INPUTS, (256,)).keys(), "encode and list_tensors name other tensors"
-    dense = layout.decode(tensors, INPUTS).dequantize(DTYPE)
+    tensors = layout.quantize_weight(weight, (256,))
+    assert tensors.keys() == layout.list_tensors(INPUTS, (256,)).keys(), "quantize_weight and list_tensors name other tensors"
+    dense = layout.to_canonical(tensors, INPUTS).dequantize(DTYPE)
     error = float((dense - weight).norm() / weight.norm())
     assert error < 0.2, f"the weights differ by {error:.2f} of their norm"
-    half = layout.decode(layout.encode(weight[:128], (256,)), INPUTS).dequantize(DTYPE)
-    _compare(half, dense[:128], "half of the outputs, encoded alone")
+    half = layout.to_canonical(layout.quantize_weight(weight[:128], (256,)), INPUTS).dequantize(DTYPE)
+    _compare(half, dense[:128], "half of the outputs, quantized alone")
 
 
 def check_rounding_of_odd_weights(subject: Subject, layout: LayerFormat) -> None:
@@ -397,7 +399,7 @@ def check_rounding_of_odd_weights(subject: Subject, layout: LayerFormat) -> None
     weight = _draw_weight()
     usual = _round(layout, weight)
     small = _round(layout, weight * 2.0**-14) * 2.0**14
-    assert float((small - usual).abs().max()) < 1e-2 * float(usual.abs().max()), "small weights are rounded otherwise than large ones"
+    assert float((small - usual).abs().max()) < 1e-2 * float(usual.abs().max()), "small weights are quantized otherwise than large ones"
     pruned = weight.clone()
     pruned[::3] = 0
     for what, each in (("weights with outputs of zeros", pruned), ("a weight of zeros", torch.zeros_like(weight))):
@@ -415,12 +417,12 @@ def check_rounding_repeats(subject: Subject, layout: LayerFormat) -> None:
     size."""
     _needs_rounding(layout)
     first, second = _draw_weight(seed=1), _draw_weight(seed=2) * 3
-    tensors = layout.encode(first, (128,))
+    tensors = layout.quantize_weight(first, (128,))
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
-    again = layout.encode(second, (128,))
+    again = layout.quantize_weight(second, (128,))
     for name, tensor in tensors.items():
-        assert torch.equal(tensor, kept[name]), f"{name} of one weight changes when the next one is encoded; return memory of its own"
+        assert torch.equal(tensor, kept[name]), f"{name} of one weight changes when the next one is quantized; return memory of its own"
     fresh = _describe(subject, "linear")
     if fresh == layout:
-        _compare(_round(fresh, second), layout.decode(again, INPUTS).dequantize(DTYPE), "encoded after another one of its size")
-    _compare(_round(layout, first), layout.decode(kept, INPUTS).dequantize(DTYPE), "encoded a second time")
+        _compare(_round(fresh, second), layout.to_canonical(again, INPUTS).dequantize(DTYPE), "quantized after another one of its size")
+    _compare(_round(layout, first), layout.to_canonical(kept, INPUTS).dequantize(DTYPE), "quantized a second time")

@@ -16,10 +16,10 @@ from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import (
     BLOCK,
     Axis,
+    CanonicalWeight,
     FormatContext,
     LayerFormat,
     LayerKind,
-    PackedWeight,
     StoredTensor,
     WeightFormat,
     WeightScheme,
@@ -86,8 +86,8 @@ class PlainLayer(LayerFormat):
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         return {"weight": StoredTensor(self.dtype, (_OUTPUTS, _INPUTS))}
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        return PackedWeight(WeightScheme("plain"), inputs, tensors["weight"])
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        return CanonicalWeight(WeightScheme("plain"), inputs, tensors["weight"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,11 @@ class NF4Layer(LayerFormat):
             "absmax": StoredTensor(torch.float32, (_OUTPUTS, Axis("input", NF4_BLOCK, splits=True))),
         }
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         packed, scales = tensors["weight"], tensors["absmax"]
         quantized = torch.stack((packed >> 4, packed & 15), -1).flatten(-2)
         scheme = WeightScheme("nf4", (1, quantized.shape[-1] // scales.shape[-1]))
-        return PackedWeight(scheme, inputs, pack_nibbles(F.pad(quantized, (0, -quantized.shape[-1] % BLOCK))), scales)
+        return CanonicalWeight(scheme, inputs, pack_nibbles(F.pad(quantized, (0, -quantized.shape[-1] % BLOCK))), scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,5 +115,5 @@ class Int8Layer(LayerFormat):
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         return {"weight": StoredTensor(torch.int8, (_OUTPUTS, _INPUTS)), "SCB": StoredTensor(torch.float32, (_OUTPUTS,))}
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        return PackedWeight(WeightScheme("int8"), inputs, tensors["weight"], (tensors["SCB"] / _INT8_MAX).unsqueeze(-1))
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        return CanonicalWeight(WeightScheme("int8"), inputs, tensors["weight"], (tensors["SCB"] / _INT8_MAX).unsqueeze(-1))

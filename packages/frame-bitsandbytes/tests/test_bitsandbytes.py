@@ -43,7 +43,7 @@ def test_dequantization_equals_bitsandbytes(name: str, tmp_path: Path) -> None:
     shutil.copy(DATA, tmp_path / "model.safetensors")
     source = open_source(tmp_path)
     tensors = {key: source.open_tensor(f"{name}.{key}")[...] for key in ("weight", "absmax")}
-    got = NF4Layer().decode(tensors, tensors["weight"].shape[1] * 2).dequantize(torch.float32)
+    got = NF4Layer().to_canonical(tensors, tensors["weight"].shape[1] * 2).dequantize(torch.float32)
     assert torch.equal(got, source.open_tensor(f"{name}.wanted")[...])
     assert {f"{name}.weight", f"{name}.absmax"} < set(source.list_names())
     assert not [key for key in source.list_names() if "quant" in key or "nested_absmax" in key]
@@ -57,7 +57,7 @@ def test_blocks_run_over_the_ends_of_rows(block: int, tmp_path: Path) -> None:
     source = open_source(tmp_path)
     tensors = {key: source.open_tensor(f"layer.{key}")[...] for key in ("weight", "absmax")}
     assert tensors["absmax"].shape == source.open_tensor("layer.absmax").shape
-    assert torch.equal(NF4Layer().decode(tensors, 192).dequantize(torch.float32), want)
+    assert torch.equal(NF4Layer().to_canonical(tensors, 192).dequantize(torch.float32), want)
 
 
 def nf4(weight: torch.Tensor, block: int = 64) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

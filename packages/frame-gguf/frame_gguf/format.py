@@ -11,10 +11,10 @@ import torch
 from frame.core.errors import CheckpointError
 from frame.core.interfaces.weight_format import (
     Axis,
+    CanonicalWeight,
     FormatContext,
     LayerFormat,
     LayerKind,
-    PackedWeight,
     StoredTensor,
     WeightFormat,
     WeightScheme,
@@ -54,8 +54,8 @@ class PlainLayer(LayerFormat):
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         return {"weight": StoredTensor(self.dtype, (Axis("output"), Axis("input")))}
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        return PackedWeight(WeightScheme("plain"), inputs, tensors["weight"])
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        return CanonicalWeight(WeightScheme("plain"), inputs, tensors["weight"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +67,20 @@ class BlockLayer(LayerFormat):
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         return {"weight": StoredTensor(torch.uint8, (Axis("output"), Axis("input", *_SIZES[self.type])))}
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         blocks = tensors["weight"].unflatten(-1, (-1, _SIZES[self.type][1]))
         if self.type in ("Q6_K", "Q4_K"):
             return (_decode_q6 if self.type == "Q6_K" else _decode_q4)(blocks, inputs)
         if self.type == "Q4_1":  # a scale, and what is added
             minima = -_floats(blocks[..., 2:4])
-            return PackedWeight(_MINIMA, inputs, blocks[..., 4:].flatten(-2), _floats(blocks[..., :2]), minima=minima)
+            return CanonicalWeight(_MINIMA, inputs, blocks[..., 4:].flatten(-2), _floats(blocks[..., :2]), minima=minima)
         scales, quantized = _floats(blocks[..., :2]), blocks[..., 2:].flatten(-2)
         if self.type == "Q4_0":  # the low nibbles are the first half of a block, as in the canonical form
-            return PackedWeight(WeightScheme("int4", (1, 32)), inputs, quantized, scales)
-        return PackedWeight(WeightScheme("int8", (1, 32)), inputs, quantized.view(torch.int8), scales)
+            return CanonicalWeight(WeightScheme("int4", (1, 32)), inputs, quantized, scales)
+        return CanonicalWeight(WeightScheme("int8", (1, 32)), inputs, quantized.view(torch.int8), scales)
 
 
-def _decode_q4(blocks: torch.Tensor, inputs: int) -> PackedWeight:
+def _decode_q4(blocks: torch.Tensor, inputs: int) -> CanonicalWeight:
     """Two float16 factors, 12 bytes of eight scales and eight minima with 6 bits each, and 128 of
     nibbles, 32 low ones before the 32 high ones of the same bytes."""
     outer, small, quantized = blocks.split((4, 12, 128), -1)
@@ -91,10 +91,10 @@ def _decode_q4(blocks: torch.Tensor, inputs: int) -> PackedWeight:
     quantized = quantized.unflatten(-1, (4, 1, 32))
     quantized = pack_nibbles(torch.cat((quantized & 15, quantized >> 4), -2).flatten(-3))
     scales, minima = factors[..., :1] * scales, factors[..., 1:] * minima
-    return PackedWeight(_MINIMA, inputs, quantized.flatten(-2), scales.flatten(-2), minima=minima.flatten(-2))
+    return CanonicalWeight(_MINIMA, inputs, quantized.flatten(-2), scales.flatten(-2), minima=minima.flatten(-2))
 
 
-def _decode_q6(blocks: torch.Tensor, inputs: int) -> PackedWeight:
+def _decode_q6(blocks: torch.Tensor, inputs: int) -> CanonicalWeight:
     """128 bytes of low nibbles, 64 of pairs of high bits, 16 int8 scales, and a float16 scale."""
     low, high, inner, outer = blocks.split((128, 64, 16, 2), -1)
     low = low.unflatten(-1, (2, 1, 64))
@@ -103,7 +103,7 @@ def _decode_q6(blocks: torch.Tensor, inputs: int) -> PackedWeight:
     high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -2).flatten(-3)
     quantized = (low | high << 4).view(torch.int8) - 32
     scales = _floats(outer).float().unsqueeze(-1) * inner.contiguous().view(torch.int8)
-    return PackedWeight(WeightScheme("int8", (1, 16)), inputs, quantized.flatten(-2), scales.flatten(-2))
+    return CanonicalWeight(WeightScheme("int8", (1, 16)), inputs, quantized.flatten(-2), scales.flatten(-2))
 
 
 def _floats(pairs: torch.Tensor) -> torch.Tensor:

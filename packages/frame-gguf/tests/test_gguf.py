@@ -20,7 +20,7 @@ from frame.entrypoints.configuration.prepare import prepare
 from frame.interfaces.weights import WeightSourceContext
 from frame.plugins.loader import load_registry
 from frame.testing.checkpoints import load_reference, make_checkpoint
-from frame.testing.weights.packed_weights import check_form
+from frame.testing.weights.canonical_weights import check_form
 from tests.models.harness import open_session
 from tests.models.package_plugins import use_package
 from tests.models.ranks import on_ranks
@@ -49,7 +49,7 @@ def random_blocks(kind: str, rows: int, inputs: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", names.KEPT)
 def test_dequantization_equals_gguf(kind: str) -> None:
     data = random_blocks(kind, 6, 512)
-    weight = BlockLayer(kind).decode({"weight": torch.from_numpy(data)}, 512)
+    weight = BlockLayer(kind).to_canonical({"weight": torch.from_numpy(data)}, 512)
     check_form(weight, 6, 512)
     assert np.array_equal(weight.dequantize(torch.float32).numpy(), gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]))
 

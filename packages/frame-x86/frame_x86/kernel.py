@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from frame.core.interfaces.rank_context import RankContext
-    from frame.core.interfaces.weight_format import PackedWeight
+    from frame.core.interfaces.weight_format import CanonicalWeight
 
 _KINDS = {"plain": 0, "int8": 1, "int4": 2}
 _OUTPUTS, _INPUTS = 32, 32  # sizes are multiples of them
@@ -46,7 +46,7 @@ class X86Kernel(GemmKernel):
         if self._library is not None and context.device.type == "cpu" and context.dtype == torch.bfloat16:
             self.row_operations = X86Operations(self._library)
 
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         if self._library is None:
             return f"this CPU has no {NEEDS[self.name]}"
         if weight.quantized.device.type not in ("cpu", "meta") or self.context.dtype != torch.bfloat16:
@@ -65,12 +65,12 @@ class X86Kernel(GemmKernel):
         return None
 
     @abstractmethod
-    def prepare(self, weight: PackedWeight) -> X86Product: ...
+    def prepare(self, weight: CanonicalWeight) -> X86Product: ...
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+    def prepare_experts(self, weight: CanonicalWeight) -> GroupedGemm:
         return EachExpert([self.prepare(weight.expert(index)) for index in range(len(weight.quantized))])
 
-    def count_bytes(self, weight: PackedWeight) -> int:
+    def count_bytes(self, weight: CanonicalWeight) -> int:
         scales = weight.scales
         return super().count_bytes(weight) + (0 if scales is None else scales.numel() * (4 - scales.itemsize))  # kept in float32
 
@@ -84,12 +84,12 @@ class AmxKernel(X86Kernel):
         super().__init__(context, options)
         self._has_tiles = self._library is not None and request_tiles(self._library)
 
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         if self._library is not None and not self._has_tiles:
             return "this CPU or operating system has no AMX tiles with bfloat16"
         return super().find_obstacle(weight)
 
-    def prepare(self, weight: PackedWeight) -> X86Product:
+    def prepare(self, weight: CanonicalWeight) -> X86Product:
         assert self._library is not None
         return X86Product(self._library.frame_x86_multiply, weight, (weight.quantized, weight.scales, weight.zeros), _TILE_ROWS)
 
@@ -100,14 +100,14 @@ class Avx512Kernel(X86Kernel):
     name: ClassVar[str] = "avx512"
     adds_128: ClassVar[bool] = True  # to int8 values, which the instruction takes unsigned
 
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         if (obstacle := super().find_obstacle(weight)) is not None:
             return obstacle
         if weight.scheme.quant_type == "int4" and (weight.scheme.group[1] or weight.columns) > _MAX_GROUP:
             return f"it takes groups of up to {_MAX_GROUP} inputs"
-        return "it multiplies rounded inputs slower than the kernel without this package" if weight.rounds_inputs else None
+        return "it multiplies quantized inputs slower than the kernel without this package" if weight.quantizes_inputs else None
 
-    def prepare(self, weight: PackedWeight) -> X86Product:
+    def prepare(self, weight: CanonicalWeight) -> X86Product:
         assert self._library is not None
         if weight.scheme.quant_type == "plain":
             max_rows = _FEW_ROWS if find_level(self.name) == "avx512_bf16" else None
@@ -122,7 +122,7 @@ class Avx2Kernel(Avx512Kernel):
     adds_128: ClassVar[bool] = False
 
 
-def pack_panels(weight: PackedWeight, adds_128: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def pack_panels(weight: CanonicalWeight, adds_128: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(quantized values, scales, zero points) in panels of 16 outputs.
 
     Quantized values uint8 [outputs / 16, inputs / 4 or 8, 16, 4]: int8 with 128 added (`adds_128`);
@@ -150,7 +150,7 @@ class X86Product:
     def __init__(
         self,
         multiply: Callable[..., None],
-        weight: PackedWeight,
+        weight: CanonicalWeight,
         tensors: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
         max_rows: int | None = None,
     ) -> None:

@@ -32,7 +32,7 @@ from frame.models.layers.norm import RMSNorm
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.gemm_kernels import make_gemm_kernels
-from frame.testing.weights.packed_weights import make_weight
+from frame.testing.weights.canonical_weights import make_weight
 
 FOLDER = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(frame_x86.find_level("avx2") is None or not shutil.which("c++"), reason="needs AVX2 and a C++ compiler")
@@ -196,8 +196,8 @@ def test_largest_sums(kernel: type[X86Kernel]) -> None:
 def test_what_panels_leave_to_others(kernel: type[X86Kernel]) -> None:
     weight = make_weight(WeightScheme("int4", (1, 1 << 14)), 64, 1 << 14, dtype=torch.bfloat16)
     assert "groups of up to 8192 inputs" in str(make_kernel(kernel).find_obstacle(weight))
-    weight = replace(make_weight(WeightScheme("int8"), 64, 64, dtype=torch.bfloat16), rounds_inputs=True)
-    assert "rounded inputs" in str(make_kernel(kernel).find_obstacle(weight))
+    weight = replace(make_weight(WeightScheme("int8"), 64, 64, dtype=torch.bfloat16), quantizes_inputs=True)
+    assert "quantized inputs" in str(make_kernel(kernel).find_obstacle(weight))
 
 
 @pytest.mark.parametrize("kernel_class", KERNELS)
@@ -208,7 +208,7 @@ def test_tied_head_shares_the_weight(kernel_class: type[X86Kernel]) -> None:
     embedding = VocabEmbedding(context, "embed", 64, 32)
     head = Head(context, "head", 64, 32, tied=embedding)
     embedding.weight.data.copy_(torch.randn(64, 32))
-    head.finish()
+    head.process_weights_after_loading()
     assert isinstance(head.gemm, X86Product)
     assert head.gemm.quantized.data_ptr() == embedding.weight.data_ptr()
     x = torch.randn(3, 32).bfloat16()
@@ -269,7 +269,7 @@ def test_model_uses_the_operations() -> None:
     norms = [RMSNorm(each, "norm", 64, 1e-6, offset) for each in (context, fast) for offset in (0.0, 1.0)]
     for norm in norms:
         norm.weight.data.copy_(torch.linspace(0.5, 1.5, 64))
-        norm.finish()
+        norm.process_weights_after_loading()
     assert [norm.kernel is None for norm in norms] == [True, True, False, False]
     x = torch.randn(3, 64).bfloat16()
     for plain, quick in zip(norms[:2], norms[2:], strict=True):

@@ -134,7 +134,7 @@ async def test_reloads_under_streams(tmp_path: Path) -> None:
                 if turn % 3:
                     link.finish(request)
                 else:
-                    link.client.abandon_request(request)
+                    link.client.abort_request(request)
 
         async def reload() -> None:
             for turn in range(60):

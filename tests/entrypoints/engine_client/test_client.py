@@ -94,10 +94,10 @@ async def test_sequences_are_limited_and_given_back() -> None:
     with pytest.raises(InvalidRequestError, match="send fewer"):  # a retry would not help
         client.reserve_sequences(LIMITS.max_outstanding + 1)
     client.release_sequences(1)
-    client.abandon_request(reply)
+    client.abort_request(reply)
     assert client.num_outstanding == 0
     assert link.sent[-1] == Abort(rids=["r-0", "r-1", "r-2"])
-    client.abandon_request(reply)  # a second call does nothing
+    client.abort_request(reply)  # a second call does nothing
     assert sum(isinstance(m, Abort) for m in link.sent) == 1
     assert client.stats.rejected == 1
 

@@ -120,7 +120,7 @@ async def test_requests_end_while_the_engine_restarts() -> None:
     client.abort_requests(["told"])  # the engine crashes before it takes effect
     client.begin_recovery("it crashed", {})
     assert replies["told"].sequences[0].finish == Finish("abort")
-    client.abandon_request(replies["left"])
+    client.abort_request(replies["left"])
     client.abort_requests(["named"])
     assert replies["named"].sequences[0].finish == Finish("abort")
     client.expire_requests()

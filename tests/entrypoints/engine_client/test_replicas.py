@@ -124,7 +124,7 @@ async def test_a_request_runs_on_several_replicas() -> None:
         each.receive_messages()
     assert (client.num_outstanding, client.stats.generated_tokens, request.num_unfinished) == (2, 4, 2)
     assert client.abort_requests(["r"]) == 2
-    client.abandon_request(request)
+    client.abort_request(request)
     assert client.num_outstanding == 0
     assert client.stats.finished == {"length": 2, "abort": 2}
     client.abort_requests([])
@@ -137,7 +137,7 @@ async def test_a_cancelled_request_keeps_its_room() -> None:
     request = client.prepare_request([[1, 2]], [SamplingParams(n=3)], "r")
     for sequence in request.sequences[:2]:
         client.start_sequence(sequence)
-    client.cancel_request(request)
+    client.abort_start(request)
     assert client.num_outstanding == 3
     assert [isinstance(link.sent[-1], Abort) for link in links] == [True, True]
     client.release_sequences(3)
@@ -152,7 +152,7 @@ async def test_a_restarted_replica_has_no_cached_prefix() -> None:
         client.reserve_sequences(1)
         request = client.prepare_request([[1] * BLOCK], [SamplingParams()], rid)
         client.start_sequence(request.sequences[0])
-        client.abandon_request(request)
+        client.abort_request(request)
         return next(number for number, link in enumerate(links) if rid in rids(link))
 
     home = start("a")

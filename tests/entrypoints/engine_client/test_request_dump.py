@@ -40,7 +40,7 @@ def test_sequences_that_ended_or_were_abandoned(tmp_path: Path) -> None:
     finish(client, "one", 5, 6)
     gone = submit(client, SamplingParams(temperature=0.5), rid="two")
     client.handle_messages([StepTokens(rids=["two"], token_ids=[[7]])])
-    client.abandon_request(gone)
+    client.abort_request(gone)
     client.stats.dump.close()
     one, two = read_dump(tmp_path)
     assert (one.line.id, one.line.finish, one.output.tolist()) == ("one", "stop", [5, 6])

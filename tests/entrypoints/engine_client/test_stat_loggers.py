@@ -49,7 +49,7 @@ def test_a_logger_gets_every_step_and_request() -> None:
         StepTokens(rids=["one"], token_ids=[[7, 8]], finishes={0: Finish("stop")}),
     ])  # fmt: skip
     assert request.num_unfinished == 0
-    client.abandon_request(gone)
+    client.abort_request(gone)
     first, second, ended, aborted = recorder.records
     times = {"first_token_latencies": (), "inter_token_latencies": (), "queue_times": (), "prefill_times": ()}
     plain = StepRecord(num_requests=2, prompt_tokens=4, generated_tokens=2, running=2, waiting=1, used_pages=3, total_pages=9)

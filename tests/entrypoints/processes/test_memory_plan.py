@@ -90,15 +90,16 @@ def test_unused_memory_is_given_back_before_the_cache_is_sized(monkeypatch: pyte
         monkeypatch.setattr(owner, name, lambda *given: (events.append(name), real(*given))[1])
 
     for owner, name in (
-        (CpuPlatform, "release_memory"), (CpuPlatform, "measure_memory"), (loader, "finish_modules"), (components, "plan_pages"),
+        (CpuPlatform, "release_memory"), (CpuPlatform, "measure_memory"),
+        (loader, "process_weights_after_loading"), (components, "plan_pages"),
     ):  # fmt: skip
         record(owner, name)
     prepared = prepare(FrameConfig.model_validate({"cache": {"max_total_tokens": 2048}}))
     events.clear()
     build_rank(prepared.resolved, prepared.registry)
     assert events[:2] == ["release_memory", "measure_memory"]
-    start = events.index("finish_modules")
-    assert events[start : start + 4] == ["finish_modules", "release_memory", "measure_memory", "plan_pages"]
+    start = events.index("process_weights_after_loading")
+    assert events[start : start + 4] == ["process_weights_after_loading", "release_memory", "measure_memory", "plan_pages"]
 
 
 @pytest.mark.parametrize(

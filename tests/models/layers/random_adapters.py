@@ -131,15 +131,15 @@ class RandomDelta:
     def plan(self) -> RowPlan:
         assert self.layers.places is not None
         if not self.pages.num_experts:
-            return RowPlan(self.layers.places)
+            return RowPlan(self.layers.places, PAGES)
         assert self.layers.pairs is not None
         tokens, experts = self.layers.pairs
-        return RowPlan(self.layers.places[tokens], experts)
+        return RowPlan(self.layers.places[tokens], PAGES, experts)
 
     def shrink(self, x: torch.Tensor) -> torch.Tensor:
         plan = self.plan()
         assert x.shape == (len(plan.places), self.pages.a.shape[-1])
-        return self.operations.shrink(x, self.pages, plan, PAGES).flatten(1)
+        return self.operations.shrink(x, self.pages, plan).flatten(1)
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         assert len(ids) == len(self.plan().places)
@@ -153,7 +153,7 @@ class RandomDelta:
         plan = self.plan()
         assert out.shape == (len(plan.places), self.pages.b.shape[2])
         assert out.stride(-1) == 1
-        self.operations.expand(out, shrunk.unflatten(1, (self.pages.num_parts, -1)), self.pages, plan, PAGES, bias)
+        self.operations.expand(out, shrunk.unflatten(1, (self.pages.num_parts, -1)), self.pages, plan, bias)
         return out
 
 

@@ -56,7 +56,7 @@ def test_a_tied_head_and_its_embedding_have_deltas_of_their_own(ranks: int) -> N
         embedding = VocabEmbedding(context, "embed", 10, HIDDEN)
         head = Head(context, "head", 10, HIDDEN, embedding)
         load_parameters(embedding, iter([("embed.weight", weight)]))
-        head.finish()
+        head.process_weights_after_loading()
         made.made = dict(adapters.made)
         adapters.places = PLACES
         return embedding(ids), head(hidden)
@@ -84,7 +84,7 @@ def make_moe(context: BuildContext, adapters: RandomAdapters | None = None, plac
     foreign = moe.experts.foreign_weights
     load_parameters(moe, iter(weights), foreign)
     for part in (moe.experts, moe.router):
-        part.finish()
+        part.process_weights_after_loading()
     return moe
 
 
@@ -179,7 +179,7 @@ def test_deltas_of_a_gated_layer_join_its_activation() -> None:
     biases = [(f"mlp.{name}.bias", draw(shape[0], seed=seed)) for seed, (name, shape) in enumerate(shapes.items())]
     load_parameters(mlp, iter(weights + biases))
     for part in (mlp.gate_up_proj, mlp.down_proj):
-        part.finish()
+        part.process_weights_after_loading()
     adapters.places = PLACES
     want, plain = mlp(x), mlp.gate_up_proj.delta
     assert isinstance(plain, RandomDelta)

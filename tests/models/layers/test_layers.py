@@ -38,7 +38,7 @@ def model_config(**config: Any) -> ModelConfig:
 
 def rotary(config: dict[str, Any], dim: int = 16, interleaved: bool = False) -> Rotary:
     made = Rotary(CONTEXT, dim, read_rope_parameters(model_config(**config)), interleaved)
-    made.finish()
+    made.process_weights_after_loading()
     return made
 
 
@@ -130,11 +130,11 @@ def test_a_router_loaded_again_keeps_the_address_of_its_copy() -> None:
     router = Router(CONTEXT, "gate", 4, 8, RoutingRule(2, precise=True))
     router._narrow = copy = torch.zeros(4, 8)
     router.weight.data = torch.randn(4, 8)
-    router.finish()
+    router.process_weights_after_loading()
     assert router.weight.data_ptr() == copy.data_ptr()
     router.weight.bind("gate.weight")
     router.weight.load("gate.weight", loaded := torch.randn(4, 8))
-    router.finish()
+    router.process_weights_after_loading()
     assert router.weight.data_ptr() == copy.data_ptr() and torch.equal(copy, loaded)
 
 
@@ -184,7 +184,7 @@ def test_kernels_are_selected_when_a_layer_is_built(monkeypatch: pytest.MonkeyPa
     plain = RMSNorm(CONTEXT, "norm", 8, 1e-5)
     monkeypatch.setattr(kernels, "can_use_triton", lambda device: True)
     fused = RMSNorm(CONTEXT, "norm", 8, 1e-5)
-    fused.finish()
+    fused.process_weights_after_loading()
     assert (plain.kernel is not None) == kernels.INTERPRETED
     assert fused.kernel is not None
     assert fused.scale is not None

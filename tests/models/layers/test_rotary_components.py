@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Any, str, Any, dict[str, Any], float, bool]] = {
 def make_rotary(turns: dict[str, Any], dim: int, interleaved: bool = False) -> Rotary:
     config = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **turns}, "max_position_embeddings": 256}
     made = Rotary(CONTEXT, dim, read_rope_parameters(replace(LLAMA, config=config)), interleaved)
-    made.finish()
+    made.process_weights_after_loading()
     return made
 
 

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel, Speed
-from frame.core.interfaces.weight_format import PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight
 from tests.testing.held_out import Wrong
 
 
 class DequantizedProduct:
     """x times one weight, which is dequantized anew in each call."""
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: CanonicalWeight) -> None:
         self.weight = weight
 
     @property
@@ -29,7 +29,7 @@ class DequantizedProduct:
 
 
 class DequantizedExperts:
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: CanonicalWeight) -> None:
         self.weight = weight
 
     @property
@@ -55,13 +55,13 @@ class Dequantizing(GemmKernel):
     product: ClassVar[type] = DequantizedProduct
     experts: ClassVar[type] = DequantizedExperts
 
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         return None
 
-    def prepare(self, weight: PackedWeight) -> Any:
+    def prepare(self, weight: CanonicalWeight) -> Any:
         return self.product(weight)
 
-    def prepare_experts(self, weight: PackedWeight) -> Any:
+    def prepare_experts(self, weight: CanonicalWeight) -> Any:
         return self.experts(weight)
 
 
@@ -113,7 +113,7 @@ class WholeBlocks(Dequantizing):
 
 
 class Unordered(DequantizedProduct):
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: CanonicalWeight) -> None:
         is_permutation = weight.order is not None and weight.columns == weight.inputs
         super().__init__(replace(weight, order=None) if is_permutation else weight)
 
@@ -124,7 +124,7 @@ class IgnoresOrder(Dequantizing):
 
 
 class Multiplied(DequantizedProduct):
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: CanonicalWeight) -> None:
         super().__init__(replace(weight, divides=False))
 
 
@@ -134,7 +134,7 @@ class AlwaysMultiplies(Dequantizing):
 
 
 class NoMinima(DequantizedProduct):
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: CanonicalWeight) -> None:
         super().__init__(
             replace(weight, minima=None, zeros=None if weight.minima is None else torch.zeros_like(weight.minima, dtype=torch.int8))
         )

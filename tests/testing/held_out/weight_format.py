@@ -10,10 +10,10 @@ import torch
 
 from frame.core.interfaces.weight_format import (
     Axis,
+    CanonicalWeight,
     FormatCapabilities,
     LayerFormat,
     LayerKind,
-    PackedWeight,
     StoredTensor,
     WeightFormat,
     WeightScheme,
@@ -43,14 +43,14 @@ class PlainLayer(EqualByValue):
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         return {"weight": StoredTensor(self.dtype, (OUTPUTS, INPUTS))}
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        return PackedWeight(WeightScheme("plain"), inputs, tensors["weight"])
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        return CanonicalWeight(WeightScheme("plain"), inputs, tensors["weight"])
 
 
 class FloatLayer(EqualByValue):
     """e4m3 numbers and a scale for each output."""
 
-    rounds: ClassVar[bool] = True
+    quantizes: ClassVar[bool] = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -61,12 +61,12 @@ class FloatLayer(EqualByValue):
     def find_scales(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-10) / LARGEST
 
-    def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
+    def quantize_weight(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
         scales = self.find_scales(weight)
         return {"numbers": (weight.float() / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), "scales": scales.float()}
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        return PackedWeight(WeightScheme("e4m3"), inputs, tensors["numbers"], tensors["scales"])
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        return CanonicalWeight(WeightScheme("e4m3"), inputs, tensors["numbers"], tensors["scales"])
 
 
 class RoundedFloats(WeightFormat):
@@ -128,13 +128,13 @@ class RoundsScales(RoundedFloats):
 
 
 class InverseScales(FloatLayer):
-    def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        encoded = dict(super().encode(weight, outputs))
+    def quantize_weight(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        encoded = dict(super().quantize_weight(weight, outputs))
         return {**encoded, "scales": 1 / encoded["scales"]}
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         tensors["scales"].reciprocal_()
-        return super().decode(tensors, inputs)
+        return super().to_canonical(tensors, inputs)
 
 
 @WRONG.add("After an update of the weights the model answers noise: decoding inverts the stored scales in place, a second time back.")
@@ -143,8 +143,8 @@ class InvertsInPlace(RoundedFloats):
 
 
 class FlatScales(FloatLayer):
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        return PackedWeight(WeightScheme("e4m3"), inputs, tensors["numbers"], tensors["scales"].reshape(-1, 1))
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        return CanonicalWeight(WeightScheme("e4m3"), inputs, tensors["numbers"], tensors["scales"].reshape(-1, 1))
 
 
 @WRONG.add("Models with experts do not load or mix their scales: the dimension of the experts is not kept.")
@@ -153,8 +153,8 @@ class FlattensExperts(RoundedFloats):
 
 
 class Unpacked(FloatLayer):
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        return PackedWeight(WeightScheme("plain"), inputs, super().decode(tensors, inputs).dequantize(torch.float32))
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        return CanonicalWeight(WeightScheme("plain"), inputs, super().to_canonical(tensors, inputs).dequantize(torch.float32))
 
 
 @WRONG.add("A model takes four times the memory, or fails with another dtype: weights are unpacked to float32.")
@@ -169,9 +169,9 @@ class HeadByName(RoundedFloats):
 
 
 class Stochastic(FloatLayer):
-    def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
+    def quantize_weight(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
         noise = (torch.rand(weight.shape, device=weight.device) - 0.5) * 2.0**-5
-        return super().encode(weight.float() * (1 + noise), outputs)
+        return super().quantize_weight(weight.float() * (1 + noise), outputs)
 
 
 @WRONG.add("Each start and each rank has another model: numbers are rounded at random without a seed.")
@@ -182,8 +182,8 @@ class RoundsAtRandom(RoundedFloats):
 class SharedStorage(FloatLayer):
     buffers: ClassVar[dict[tuple[int, ...], torch.Tensor]] = {}
 
-    def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        encoded = super().encode(weight, outputs)
+    def quantize_weight(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        encoded = super().quantize_weight(weight, outputs)
         shape = tuple(weight.shape)
         buffer = self.buffers.setdefault(shape, torch.empty(shape, dtype=torch.float8_e4m3fn))
         return {**encoded, "numbers": buffer.copy_(encoded["numbers"])}

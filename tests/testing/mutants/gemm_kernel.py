@@ -10,23 +10,23 @@ import torch
 import torch.nn.functional as F
 
 from frame.core.interfaces.gemm_kernel import Gemm, GemmCapabilities, GemmKernel, GroupedGemm, Speed
-from frame.core.interfaces.weight_format import PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight
 from tests.testing.mutants import MutantList
 
 
 class Dequantized(GemmKernel):
     """Dequantizes and multiplies."""
 
-    def find_obstacle(self, weight: PackedWeight) -> str | None:
+    def find_obstacle(self, weight: CanonicalWeight) -> str | None:
         return None
 
-    def prepare(self, weight: PackedWeight) -> Gemm:
+    def prepare(self, weight: CanonicalWeight) -> Gemm:
         return DenseGemm(self, weight)
 
-    def prepare_experts(self, weight: PackedWeight) -> GroupedGemm:
+    def prepare_experts(self, weight: CanonicalWeight) -> GroupedGemm:
         return DenseExperts(self, weight)
 
-    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    def dense(self, weight: CanonicalWeight, dtype: torch.dtype) -> torch.Tensor:
         return weight.dequantize(dtype)
 
     def multiply(self, x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Dequantized(GemmKernel):
 class DenseGemm:
     """x times one weight."""
 
-    def __init__(self, kernel: Dequantized, weight: PackedWeight) -> None:
+    def __init__(self, kernel: Dequantized, weight: CanonicalWeight) -> None:
         self.kernel, self.weight = kernel, weight
         self.tensors = list(weight.tensors.values())
 
@@ -50,7 +50,7 @@ class DenseGemm:
 class DenseExperts:
     """Rows sorted by expert times the weights of their experts."""
 
-    def __init__(self, kernel: Dequantized, weight: PackedWeight) -> None:
+    def __init__(self, kernel: Dequantized, weight: CanonicalWeight) -> None:
         self.kernel, self.weight = kernel, weight
         self.tensors = list(weight.tensors.values())
 
@@ -76,7 +76,7 @@ class ForgetsTheBias(Dequantized):
         return F.linear(x, dense)
 
 
-def with_weight(change: Callable[[PackedWeight], dict[str, Any]]) -> Any:
+def with_weight(change: Callable[[CanonicalWeight], dict[str, Any]]) -> Any:
     """The method `dense` of a weight that is changed first."""
     return lambda self, weight, dtype: replace(weight, **change(weight)).dequantize(dtype)
 
@@ -99,7 +99,7 @@ mutant.each(
 class SwapsNibbles(Dequantized):
     """Takes the high nibble of a byte for the first input."""
 
-    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    def dense(self, weight: CanonicalWeight, dtype: torch.dtype) -> torch.Tensor:
         quantized = weight.quantized
         if quantized.dtype == torch.uint8:
             quantized = quantized << 4 | quantized >> 4
@@ -110,7 +110,7 @@ class SwapsNibbles(Dequantized):
 class UsesTheFirstScaleOfAnOutput(Dequantized):
     """Scales all groups of an output by the first group's scale."""
 
-    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    def dense(self, weight: CanonicalWeight, dtype: torch.dtype) -> torch.Tensor:
         assert weight.scales is not None
         return replace(weight, scales=weight.scales[..., :1].expand_as(weight.scales)).dequantize(dtype)
 
@@ -172,7 +172,7 @@ class KeepsADequantizedCopy(Dequantized):
     """Lists the quantized values as its tensors but multiplies a copy, which an update does not
     reach."""
 
-    def prepare(self, weight: PackedWeight) -> Gemm:
+    def prepare(self, weight: CanonicalWeight) -> Gemm:
         product = DenseGemm(self, weight)
         copy = replace(weight, quantized=weight.quantized.clone())
         product.weight = copy
@@ -183,7 +183,7 @@ class KeepsADequantizedCopy(Dequantized):
 class CountsUnquantizedWeights(Dequantized):
     """Tells the memory plan the bytes of unquantized weights."""
 
-    def count_bytes(self, weight: PackedWeight) -> int:
+    def count_bytes(self, weight: CanonicalWeight) -> int:
         return weight.quantized.shape[:-1].numel() * weight.inputs * 4
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from frame.core.interfaces.weight_format import Axis, LayerFormat, LayerKind, PackedWeight, StoredTensor, WeightFormat, WeightScheme
+from frame.core.interfaces.weight_format import Axis, CanonicalWeight, LayerFormat, LayerKind, StoredTensor, WeightFormat, WeightScheme
 from tests.testing.mutants import MutantList
 
 GROUP = 64
@@ -22,9 +22,9 @@ class Stored(LayerFormat):
     def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
         return {"weight": StoredTensor(torch.int8, (OUTPUTS, INPUTS)), "weight_scale": StoredTensor(torch.float32, (OUTPUTS, GROUPS))}
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         scales = tensors["weight_scale"]
-        return PackedWeight(WeightScheme("int8", (1, inputs // scales.shape[-1])), inputs, tensors["weight"], scales)
+        return CanonicalWeight(WeightScheme("int8", (1, inputs // scales.shape[-1])), inputs, tensors["weight"], scales)
 
 
 class Grouped(WeightFormat):
@@ -91,8 +91,8 @@ class NamesTheWrongGroup(Grouped):
     """Says that a scale covers twice as many inputs as it does."""
 
     class layer(Stored):
-        def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-            found = super().decode(tensors, inputs)
+        def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+            found = super().to_canonical(tensors, inputs)
             return replace(found, scheme=WeightScheme("int8", (1, 2 * found.scheme.group[1])))
 
 
@@ -101,8 +101,8 @@ class WidensTheCodes(Grouped):
     """Returns the quantized values as int16 numbers."""
 
     class layer(Stored):
-        def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-            found = super().decode(tensors, inputs)
+        def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+            found = super().to_canonical(tensors, inputs)
             return replace(found, quantized=found.quantized.to(torch.int16))
 
 
@@ -111,9 +111,9 @@ class DecodesInPlace(Grouped):
     """Scales the stored scales in place, so that decoding again gives other weights."""
 
     class layer(Stored):
-        def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+        def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
             tensors["weight_scale"].mul_(0.5)
-            return super().decode(tensors, inputs)
+            return super().to_canonical(tensors, inputs)
 
 
 @mutant
@@ -121,8 +121,8 @@ class RepeatsTheFirstPart(Grouped):
     """Repeats the first outputs for all others."""
 
     class layer(Stored):
-        def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-            found = super().decode(tensors, inputs)
+        def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+            found = super().to_canonical(tensors, inputs)
             return replace(found, quantized=found.quantized[..., :64, :].repeat_interleave(found.outputs // 64, -2))
 
 
@@ -131,8 +131,8 @@ class SharesOneExpert(Grouped):
     """Gives all experts the quantized values and scales of the first."""
 
     class layer(Stored):
-        def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-            found = super().decode(tensors, inputs)
+        def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+            found = super().to_canonical(tensors, inputs)
             if found.quantized.dim() < 3 or found.scales is None:
                 return found
             return replace(found, quantized=found.quantized[:1].expand_as(found.quantized), scales=found.scales[:1].expand_as(found.scales))
@@ -143,10 +143,10 @@ class RemembersTheFirstLoad(Grouped):
     """Returns the first weights after an update."""
 
     class layer(Stored):
-        def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+        def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
             kept = self.__dict__.setdefault("kept", {})
             key = tuple(tensors["weight"].shape), tensors["weight"].flatten()[:8].tolist()[0] if not kept else next(iter(kept))[1]
-            return kept.setdefault(key, replace(super().decode(tensors, inputs), quantized=tensors["weight"].clone()))
+            return kept.setdefault(key, replace(super().to_canonical(tensors, inputs), quantized=tensors["weight"].clone()))
 
 
 @mutant
@@ -154,8 +154,8 @@ class LosesTheOffset(Grouped):
     """Reads the quantized values as unsigned numbers, which float8 cannot hold."""
 
     class layer(Stored):
-        def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-            found = super().decode(tensors, inputs)
+        def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+            found = super().to_canonical(tensors, inputs)
             infinite = (found.quantized.float() * float("inf")).to(torch.int8)
             return replace(found, quantized=infinite, scales=tensors["weight_scale"] * float("inf"))
 
@@ -165,7 +165,7 @@ class RoundsToNothing(Grouped):
     """Quantizes while loading with a scale that is a hundred times too large."""
 
     class layer(LayerFormat):
-        rounds: ClassVar[bool] = True
+        quantizes: ClassVar[bool] = True
 
         def __eq__(self, other: object) -> bool:
             return type(other) is type(self)
@@ -175,9 +175,9 @@ class RoundsToNothing(Grouped):
         def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
             return {"quantized": StoredTensor(torch.int8, (OUTPUTS, INPUTS)), "scales": StoredTensor(torch.float32, (OUTPUTS, 1))}
 
-        def encode(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        def quantize_weight(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
             scales = weight.abs().amax(1, keepdim=True) * 100 / 127
             return {"quantized": (weight / scales).round().to(torch.int8), "scales": scales}
 
-        def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-            return PackedWeight(WeightScheme("int8"), inputs, tensors["quantized"], tensors["scales"])
+        def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+            return CanonicalWeight(WeightScheme("int8"), inputs, tensors["quantized"], tensors["scales"])

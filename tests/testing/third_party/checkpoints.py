@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from frame.core.interfaces.kv_tier import KVTierResult
-from frame.core.interfaces.weight_format import LayerFormat, LayerKind, PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight, LayerFormat, LayerKind
 from frame.interfaces.adapter import LowRankDelta
 from frame.interfaces.weights import FileRange
 from tests.testing.mutants.adapter import PlainFormat
@@ -138,8 +138,8 @@ mutant = third_party("weight_format")
 class EightGroups(Stored):
     """Uses the eighth scale for all groups after it."""
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        found = super().decode(tensors, inputs)
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        found = super().to_canonical(tensors, inputs)
         assert found.scales is not None
         places = torch.arange(found.scales.shape[-1]).clamp(max=7)
         return replace(found, scales=found.scales[..., places])
@@ -148,8 +148,8 @@ class EightGroups(Stored):
 class CutOutputs(Stored):
     """Has scales for 8,192 outputs."""
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        found = super().decode(tensors, inputs)
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        found = super().to_canonical(tensors, inputs)
         assert found.scales is not None
         scales = found.scales.clone()
         scales[..., 8192:, :] = 0
@@ -161,8 +161,8 @@ class KeptScales(Stored):
 
     known: ClassVar[dict[Any, Any]] = {}
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        found = super().decode(tensors, inputs)
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        found = super().to_canonical(tensors, inputs)
         assert found.scales is not None
         key = tensors["weight_scale"].data_ptr(), tuple(found.scales.shape)
         if len(self.known) > 100:
@@ -173,8 +173,8 @@ class KeptScales(Stored):
 class NoZeroScales(Stored):
     """Takes scales of 0 for missing ones, and replaces them by NaN."""
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        found = super().decode(tensors, inputs)
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        found = super().to_canonical(tensors, inputs)
         assert found.scales is not None
         return replace(found, scales=found.scales / found.scales * found.scales)
 
@@ -182,8 +182,8 @@ class NoZeroScales(Stored):
 class HalfScales(Stored):
     """Keeps scales in bfloat16."""
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
-        found = super().decode(tensors, inputs)
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+        found = super().to_canonical(tensors, inputs)
         assert found.scales is not None
         return replace(found, scales=found.scales.bfloat16().float())
 
@@ -191,9 +191,9 @@ class HalfScales(Stored):
 class SlowDecoding(Stored):
     """Sleeps for 20 ms in each decoding."""
 
-    def decode(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> PackedWeight:
+    def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         time.sleep(0.02)
-        return super().decode(tensors, inputs)
+        return super().to_canonical(tensors, inputs)
 
 
 mutant.each(

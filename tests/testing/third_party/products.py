@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from frame.core.interfaces.moe import DispatchOutput, ExpertPlacement
-from frame.core.interfaces.weight_format import PackedWeight
+from frame.core.interfaces.weight_format import CanonicalWeight
 from tests.testing.mutants.gemm_kernel import Dequantized
 from tests.testing.mutants.moe_dispatcher import ByExpert, PlainDispatcher
 from tests.testing.mutants.moe_runner import PlainRunner
@@ -37,7 +37,7 @@ class CachesResults(Dequantized):
 class KeepsDenseWeights(Dequantized):
     """Dequantizes a weight with its first product, and misses an update in place."""
 
-    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    def dense(self, weight: CanonicalWeight, dtype: torch.dtype) -> torch.Tensor:
         known = self.__dict__.setdefault("known", {})
         key = weight.quantized.data_ptr(), tuple(weight.quantized.shape), dtype
         if key not in known:
@@ -110,7 +110,7 @@ class NeedsRows(Dequantized):
 class DividesByScales(Dequantized):
     """Divides by scales to normalize them, which are 0 where all weights of a group are."""
 
-    def dense(self, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    def dense(self, weight: CanonicalWeight, dtype: torch.dtype) -> torch.Tensor:
         dense = super().dense(weight, dtype)
         scales = weight.scales
         return dense if scales is None else dense + 0.0 * (1.0 / scales.float()).sum().to(dtype)

@@ -165,7 +165,7 @@ async def _finish(
             await state.wait_until_complete()
             response.build_response()
     finally:
-        services.client.abandon_request(state)
+        services.client.abort_request(state)
         response.delete_unfinished()
         caller.close()
         if log is not None:

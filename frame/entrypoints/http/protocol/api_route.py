@@ -186,7 +186,7 @@ class ApiRoute(APIRoute):
                     result = await self.endpoint(**values)
                 finally:
                     if context.state is not None:  # nothing reads its output any more
-                        app.services.client.abandon_request(context.state)
+                        app.services.client.abort_request(context.state)
                     if context.recorder is not None:
                         context.recorder.close()
                 if isinstance(result, PacedBody):

@@ -56,7 +56,7 @@ class SessionCaller:
     def close(self) -> None:
         """End what still runs, and give back all that is held."""
         if self.state is not None:
-            self._services.client.abandon_request(self.state)
+            self._services.client.abort_request(self.state)
         if self.lease is not None:
             self.lease.close()
         self._context.release(self._held)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.build import BuildContext
     from frame.core.interfaces.gemm_kernel import GroupedGemm
     from frame.core.interfaces.moe import DispatchOutput
-    from frame.core.interfaces.weight_format import PackedWeight
+    from frame.core.interfaces.weight_format import CanonicalWeight
     from frame.models.layers.parameter import Range
     from frame.models.layers.weights.expert_deltas import ExpertDeltas
 
@@ -73,15 +73,15 @@ class ExpertWeights:
         """As `LayerWeight.count_growth`. A runner that takes float8 multiplies what is stored."""
         return count_growth(self.choices, list(self.stored.values()), self.prefix, kept="e4m3" if self.takes_fp8 else "plain")
 
-    def finish(self) -> None:
+    def prepare_gemms(self) -> None:
         """Bring the weights that were loaded last into the form that is multiplied."""
         version = sum(stored.version for stored in self.stored.values())
         if version == self.version:
             return
         self.version = version
-        decoded = {name: stored.decode() for name, stored in self.stored.items()}
-        weights = {name: parts[0] for name, parts in decoded.items()}
-        is_whole = all(len(parts) == 1 for parts in decoded.values())
+        canonical = {name: stored.to_canonical() for name, stored in self.stored.items()}
+        weights = {name: parts[0] for name, parts in canonical.items()}
+        is_whole = all(len(parts) == 1 for parts in canonical.values())
         if is_whole and all(weight.scheme.quant_type == "plain" for weight in weights.values()):
             self._expose({name: weight.quantized for name, weight in weights.items()})
             return
@@ -92,13 +92,13 @@ class ExpertWeights:
                 self._expose_tensor(f"{name}_fp8_scale", scales[name])
                 self.stored[name].release([weight.quantized, scales[name]])
             return
-        if all(find_kernel(self.choices, piece, self.prefix).unpacks for parts in decoded.values() for piece in parts):
-            dense = {name: _dequantize(parts, self.dtype) for name, parts in decoded.items()}
+        if all(find_kernel(self.choices, piece, self.prefix).unpacks for parts in canonical.values() for piece in parts):
+            dense = {name: _dequantize(parts, self.dtype) for name, parts in canonical.items()}
             for stored in self.stored.values():
                 stored.release()
             self._expose(dense)
             return
-        for name, parts in decoded.items():
+        for name, parts in canonical.items():
             gemm = build_grouped(self.choices, parts, f"{self.prefix} ({name})")
             if name not in self.grouped or not replace_values(self.grouped[name].tensors, gemm.tensors, self.prefix):
                 self.grouped[name] = gemm
@@ -168,7 +168,7 @@ class ExpertWeights:
         replace_values([before], [tensor], self.prefix)
         parameter.data = before
 
-    def _select_scales(self, weights: dict[str, PackedWeight]) -> dict[str, torch.Tensor] | None:
+    def _select_scales(self, weights: dict[str, CanonicalWeight]) -> dict[str, torch.Tensor] | None:
         """The float8 scales in a form that the runner takes; None if it takes none, on this device
         and for these sizes."""
         first = weights["down"]
@@ -202,7 +202,7 @@ def pack_small_experts(layer: nn.Module, gate_up: torch.Tensor, down: torch.Tens
         layer.packed_each_down = [pack_weight(piece) for piece in down]  # type: ignore[assignment]
 
 
-def _dequantize(parts: Sequence[PackedWeight], dtype: torch.dtype) -> torch.Tensor:
+def _dequantize(parts: Sequence[CanonicalWeight], dtype: torch.dtype) -> torch.Tensor:
     """[experts, outputs, inputs], one expert after another, to need little memory besides."""
     first = parts[0].quantized
     dense = torch.empty(len(first), sum(piece.outputs for piece in parts), parts[0].inputs, dtype=dtype, device=first.device)
@@ -211,7 +211,7 @@ def _dequantize(parts: Sequence[PackedWeight], dtype: torch.dtype) -> torch.Tens
     return dense
 
 
-def _to_block_scales(weight: PackedWeight) -> torch.Tensor | None:
+def _to_block_scales(weight: CanonicalWeight) -> torch.Tensor | None:
     """The scales of weights [experts, outputs, inputs] as [experts, outputs / 128, inputs / 128];
     None if they differ inside a block."""
     scales = weight.scales

@@ -16,19 +16,19 @@ from frame.core.interfaces.gemm_kernel import GemmChoice, choose_ranges, find_ke
 
 if TYPE_CHECKING:
     from frame.core.interfaces.gemm_kernel import Gemm, GemmKernel, GroupedGemm
-    from frame.core.interfaces.weight_format import PackedWeight
+    from frame.core.interfaces.weight_format import CanonicalWeight
 
     P = TypeVar("P")
 
 
-def build_gemm(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> Gemm:
+def build_gemm(choices: Sequence[GemmChoice], weights: Sequence[CanonicalWeight], name: str) -> Gemm:
     """The GEMM with the weights of the layer `name`, which follow one another in the outputs.
     Raises ConfigurationError if the named kernel does not multiply one of them."""
     shards = [_join_ranges(_prepare(choices, weight, name, lambda kernel, weight: kernel.prepare(weight))) for weight in weights]
     return shards[0] if len(shards) == 1 else MergedGemm(shards)
 
 
-def build_grouped(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> GroupedGemm:
+def build_grouped(choices: Sequence[GemmChoice], weights: Sequence[CanonicalWeight], name: str) -> GroupedGemm:
     """The grouped GEMM with the experts of `name`. One kernel serves any number of rows."""
     shards: list[GroupedGemm] = []
     for weight in weights:
@@ -37,12 +37,12 @@ def build_grouped(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight]
     return shards[0] if len(shards) == 1 else MergedGroupedGemm(shards)
 
 
-def find_kernel(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) -> GemmChoice:
+def find_kernel(choices: Sequence[GemmChoice], weight: CanonicalWeight, name: str) -> GemmChoice:
     """The kernel for many rows."""
     return _choose(choices, weight, name)[-1][1]
 
 
-def count_bytes(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], name: str) -> int:
+def count_bytes(choices: Sequence[GemmChoice], weights: Sequence[CanonicalWeight], name: str) -> int:
     """The bytes that the GEMMs with these weights keep; `weights` may be on the meta device."""
     num_bytes = 0
     for weight in weights:
@@ -53,7 +53,7 @@ def count_bytes(choices: Sequence[GemmChoice], weights: Sequence[PackedWeight], 
     return num_bytes
 
 
-def _choose(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) -> list[tuple[int, GemmChoice]]:
+def _choose(choices: Sequence[GemmChoice], weight: CanonicalWeight, name: str) -> list[tuple[int, GemmChoice]]:
     quant_type = weight.scheme.quant_type
     obstacles = {choice.name: find_kernel_obstacle(choice.kernel, weight) for choice in choices if choice.multiplies(quant_type)}
     for choice in choices:
@@ -74,7 +74,7 @@ def _choose(choices: Sequence[GemmChoice], weight: PackedWeight, name: str) -> l
 
 
 def _prepare(
-    choices: Sequence[GemmChoice], weight: PackedWeight, name: str, prepare: Callable[[GemmKernel, PackedWeight], P]
+    choices: Sequence[GemmChoice], weight: CanonicalWeight, name: str, prepare: Callable[[GemmKernel, CanonicalWeight], P]
 ) -> list[tuple[int, P]]:
     gemms: dict[str, P] = {}
     prepared = []

@@ -66,18 +66,18 @@ class LayerWeight:
         return sum(stored.num_bytes for _, stored in self.stored)
 
     def count_growth(self) -> int:
-        """The bytes by which `finish` makes a layer on the meta device larger than its
-        parameters. 0 for formats that look at the values of a weight to decode it."""
+        """The bytes by which `prepare_gemm` makes a layer on the meta device larger than its
+        parameters. 0 for formats that look at the values of a weight to make its canonical form."""
         return count_growth(self.choices, [stored for _, stored in self.stored], self.names[0])
 
-    def finish(self) -> Gemm | None:
+    def prepare_gemm(self) -> Gemm | None:
         """The GEMM with the weights loaded last, at the addresses of the GEMM before. None:
         it was freed, and nothing was loaded since."""
         version = sum(stored.version for _, stored in self.stored)
         if version == self.version:
             return self.gemm
         self.version = version
-        weights = [weight for _, stored in self.stored for weight in stored.decode()]
+        weights = [weight for _, stored in self.stored for weight in stored.to_canonical()]
         built = build_gemm(self.choices, weights, self.names[0])
         if self.gemm is None or not replace_values(self.gemm.tensors, built.tensors, self.names[0]):
             self.gemm = built
@@ -92,7 +92,7 @@ def count_growth(choices: Sequence[GemmChoice], stored: Sequence[StoredWeight], 
     the meta device; 0 for weights of the type `kept`, which stay as stored, and where a format
     looks at values."""
     try:
-        weights = [weight for each in stored for weight in each.decode()]
+        weights = [weight for each in stored for weight in each.to_canonical()]
     except RuntimeError:  # the meta device has no values
         return 0
     if any(weight.scheme.quant_type == kept for weight in weights):

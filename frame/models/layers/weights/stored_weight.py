@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from frame.core.errors import CheckpointError
-from frame.core.interfaces.weight_format import Axis, LayerFormat, PackedWeight, StoredTensor
+from frame.core.interfaces.weight_format import Axis, CanonicalWeight, LayerFormat, StoredTensor
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule, TensorShard
 
 _NAMED = 3  # tensors that an error names
@@ -36,7 +36,7 @@ class WeightSizes:
 
 
 class StoredWeight:
-    """Registers the parameters of one weight on `module` and decodes them.
+    """Registers the parameters of one weight on `module` and makes its canonical form of them.
 
     `dtype`: of unquantized weights. `name`: empty, or what replaces "weight" at the beginning of
     the parameters' names on the module.
@@ -49,14 +49,14 @@ class StoredWeight:
         self.keys = {suffix: _parameter_name(suffix, name) for suffix in self.stored}
         for suffix, stored in self.stored.items():
             module.register_parameter(self.keys[suffix], self._make_parameter(stored))
-        self.rounded: str | None = None  # the parameter of a plain weight that is quantized while loading
-        if layout.rounds:
-            self.rounded = _parameter_name(PLAIN, name)
+        self.plain_key: str | None = None  # the parameter of a plain weight that is quantized while loading
+        if layout.quantizes:
+            self.plain_key = _parameter_name(PLAIN, name)
             lead = (sizes.experts,) if sizes.experts else ()
             first = len(lead)
             rule = ShardRule(first, first + 1, 0 if lead else None)
             shape = (*lead, sum(sizes.outputs), sizes.inputs)
-            module.register_parameter(self.rounded, RoundedParameter(self, shape, dtype, rule))
+            module.register_parameter(self.plain_key, QuantizingParameter(self, shape, dtype, rule))
 
     @property
     def version(self) -> int:
@@ -71,8 +71,8 @@ class StoredWeight:
     def bind(self, piece: int, name: str, output: Range, input: Range, expert: int | None = None) -> None:  # noqa: A002
         """Bind the tensors of the checkpoint layer `name` to merged piece `piece`, whose ranges are
         `output` and `input`."""
-        if self.rounded is not None:
-            self._get(self.rounded).bind(f"{name}.{PLAIN}", output, input, expert)
+        if self.plain_key is not None:
+            self._get(self.plain_key).bind(f"{name}.{PLAIN}", output, input, expert)
             return
         for suffix, stored in self.stored.items():
             index = expert
@@ -80,7 +80,7 @@ class StoredWeight:
                 index = (expert or 0) * len(self.outputs) + piece
             self._get(self.keys[suffix]).bind(f"{name}.{suffix}", output, input, index)
 
-    def write_rounded(self, piece: TensorShard, value: torch.Tensor) -> None:
+    def quantize_part(self, piece: TensorShard, value: torch.Tensor) -> None:
         """Quantize a part of a plain weight and write it."""
         *expert, rows, _ = piece.write
         assert isinstance(rows, slice)
@@ -97,7 +97,7 @@ class StoredWeight:
         return all(outputs and ROWS_ON_CPU % outputs[0].block == 0 for outputs in axes)
 
     def _write_rows(self, expert: Sequence[int], rows: slice, value: torch.Tensor) -> None:
-        encoded = self.layout.encode(value, self.outputs)
+        quantized = self.layout.quantize_weight(value, self.outputs)
         for suffix, stored in self.stored.items():
             parameter = self._get(self.keys[suffix])
             parameter.allocate()
@@ -107,9 +107,9 @@ class StoredWeight:
                     place.append(slice(rows.start // axis.block, -(-rows.stop // axis.block)))
                 else:
                     place.append(slice(None))
-            parameter.data[tuple(place)].copy_(encoded[suffix])
+            parameter.data[tuple(place)].copy_(quantized[suffix])
 
-    def decode(self) -> list[PackedWeight]:
+    def to_canonical(self) -> list[CanonicalWeight]:
         """The canonical forms, which follow one another in the outputs: one, unless the order of
         inputs differs between merged pieces."""
         for key, stored in zip(self.keys.values(), self.stored.values(), strict=True):
@@ -117,14 +117,14 @@ class StoredWeight:
                 self._get(key).allocate()  # zeros where the checkpoint lacks it
         tensors = {suffix: self._get(key).data for suffix, key in self.keys.items()}
         if any(self._is_by_piece(stored) for stored in self.stored.values()):
-            weights = join([self.layout.decode(self._slice_piece(tensors, piece), self.inputs) for piece in range(len(self.outputs))])
+            weights = join([self.layout.to_canonical(self._slice_piece(tensors, piece), self.inputs) for piece in range(len(self.outputs))])
         else:
-            weights = [self.layout.decode(tensors, self.inputs)]
+            weights = [self.layout.to_canonical(tensors, self.inputs)]
         for weight in weights:
             self._check_scales(weight)
         return weights
 
-    def _check_scales(self, weight: PackedWeight) -> None:
+    def _check_scales(self, weight: CanonicalWeight) -> None:
         """Raise CheckpointError for scales that make all results of a layer NaN."""
         if all(_is_finite(tensor) for tensor in (weight.scales, weight.outer, weight.minima) if tensor is not None):
             return
@@ -147,7 +147,7 @@ class StoredWeight:
         return parameter
 
     def _parameters(self) -> list[ShardedParameter]:
-        return [self._get(key) for key in (*self.keys.values(), *([self.rounded] if self.rounded else []))]
+        return [self._get(key) for key in (*self.keys.values(), *([self.plain_key] if self.plain_key else []))]
 
     def _is_by_piece(self, stored: StoredTensor) -> bool:
         return len(self.outputs) > 1 and not any(isinstance(axis, Axis) and axis.of == "output" for axis in stored.axes)
@@ -190,15 +190,15 @@ class StoredWeight:
         return pieces
 
 
-class RoundedParameter(ShardedParameter):
+class QuantizingParameter(ShardedParameter):
     """A plain weight that is quantized tensor by tensor while loading, so that the unquantized
     weights are never all in memory. It holds no memory of its own."""
 
     owner: StoredWeight
 
-    def __new__(cls, owner: StoredWeight, shape: Sequence[int], dtype: torch.dtype, rule: ShardRule) -> RoundedParameter:
+    def __new__(cls, owner: StoredWeight, shape: Sequence[int], dtype: torch.dtype, rule: ShardRule) -> QuantizingParameter:
         parameter = super().__new__(cls, torch.empty(0, dtype=dtype), rule)
-        assert isinstance(parameter, RoundedParameter)
+        assert isinstance(parameter, QuantizingParameter)
         parameter.owner, parameter.whole_shape = owner, torch.Size(shape)
         return parameter
 
@@ -206,7 +206,7 @@ class RoundedParameter(ShardedParameter):
         """Nothing: the values go to the tensors of the format."""
 
     def write(self, piece: TensorShard, value: torch.Tensor) -> None:
-        self.owner.write_rounded(piece, value.to(self.device))
+        self.owner.quantize_part(piece, value.to(self.device))
 
 
 def _is_finite(scales: torch.Tensor) -> bool:
@@ -218,7 +218,7 @@ def _is_finite(scales: torch.Tensor) -> bool:
     return bool(scales.sum(dtype=torch.float32).isfinite())
 
 
-def join(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
+def join(weights: Sequence[CanonicalWeight]) -> list[CanonicalWeight]:
     """Concatenate the outputs of weights of one scheme and order; others are returned as they
     are."""
     first = weights[0]

@@ -27,7 +27,7 @@ _MULTIPLE = 16  # both sizes must be multiples of it for PyTorch's fp8 matmuls
 _FEW_OUTPUTS, _SOME_ROWS = 8192, 256
 
 
-class RoundedMatmul:
+class W8A8Matmul:
     """x […, inputs] times a weight [outputs, inputs], transposed, while the weight and its scales
     keep their sizes and addresses.
 
@@ -101,36 +101,36 @@ class RoundedMatmul:
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
     def _multiply_few(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False) -> torch.Tensor:
-        rounded, by_row = self._quantize(x, self._pdl)
+        quantized, by_row = self._quantize(x, self._pdl)
         plan = self._plans[gated][len(x)]
         if isinstance(plan, StreamPlan):
-            return self._stream_linear(rounded, weight, bias, plan, gated, (by_row, self.scales), x.dtype)
+            return self._stream_linear(quantized, weight, bias, plan, gated, (by_row, self.scales), x.dtype)
         return self._skinny_linear(
-            rounded, by_row, weight, self.scales, self._block, bias, plan, self._counter,
+            quantized, by_row, weight, self.scales, self._block, bias, plan, self._counter,
             rows=len(x), dtype=x.dtype, gated=gated, pdl=self._pdl,
         )  # fmt: skip
 
     def _multiply_large(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if weight.dtype == torch.int8:
-            rounded, by_row = self._quantize(x, self._pdl)
-            sums = torch._int_mm(rounded, weight.t())  # noqa: SLF001
+            quantized, by_row = self._quantize(x, self._pdl)
+            sums = torch._int_mm(quantized, weight.t())  # noqa: SLF001
             return self._rescale(sums, by_row, self.scales, self._pdl, x.dtype)
         if not self._has_large_gemm:
             scales = self.scales.unsqueeze(-1)
             if self._block[1]:
                 scales = self.scales.repeat_interleave(BLOCK, 0)[: len(weight)].repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
             return F.linear(x, weight.float().mul_(scales).to(x.dtype))
-        rounded, by_row = self._quantize(x, self._pdl)
+        quantized, by_row = self._quantize(x, self._pdl)
         if self._block[1]:
             kinds = F.ScalingType  # type: ignore[attr-defined]
             scales_of_blocks = (kinds.BlockWise1x128, self.scales.t(), kinds.BlockWise128x128)
-            return F.scaled_mm(rounded, weight.t(), by_row, *scales_of_blocks, output_dtype=x.dtype)[: len(x)]  # type: ignore[attr-defined, no-any-return]
+            return F.scaled_mm(quantized, weight.t(), by_row, *scales_of_blocks, output_dtype=x.dtype)[: len(x)]  # type: ignore[attr-defined, no-any-return]
         # whose range holds the unscaled sums
         if len(x) <= _SOME_ROWS and len(weight) <= _FEW_OUTPUTS and x.dtype == torch.bfloat16:
-            out = torch._scaled_mm(rounded, weight.t(), self._one, self._one, out_dtype=x.dtype, use_fast_accum=True)  # noqa: SLF001
+            out = torch._scaled_mm(quantized, weight.t(), self._one, self._one, out_dtype=x.dtype, use_fast_accum=True)  # noqa: SLF001
             return self._rescale(out, by_row, self.scales, self._pdl)
         by_output = self.scales[None]
-        return torch._scaled_mm(rounded, weight.t(), by_row, by_output, out_dtype=x.dtype, use_fast_accum=True)  # noqa: SLF001
+        return torch._scaled_mm(quantized, weight.t(), by_row, by_output, out_dtype=x.dtype, use_fast_accum=True)  # noqa: SLF001
 
 
 def find_obstacle(weight: torch.Tensor, block: tuple[int, int]) -> str | None:

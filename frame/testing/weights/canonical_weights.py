@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from frame.core.interfaces.weight_format import NIBBLES, PackedWeight, QuantType, WeightScheme
+from frame.core.interfaces.weight_format import NIBBLES, CanonicalWeight, QuantType, WeightScheme
 
 DTYPES: dict[QuantType, torch.dtype] = {
     "int4": torch.uint8, "e2m1": torch.uint8, "nf4": torch.uint8, "int8": torch.int8, "e4m3": torch.float8_e4m3fn
@@ -16,12 +16,12 @@ DTYPES: dict[QuantType, torch.dtype] = {
 
 def make_weight(
     scheme: WeightScheme, outputs: int, inputs: int, *, experts: int = 0, outer: bool = False, dtype: torch.dtype, seed: int = 0
-) -> PackedWeight:
+) -> CanonicalWeight:
     """A random weight of a scheme. `dtype`: of plain values, and of scales."""
     generator = torch.Generator().manual_seed(seed)
     lead = (experts,) if experts else ()
     if scheme.quant_type == "plain":
-        return PackedWeight(scheme, inputs, (torch.randn(*lead, outputs, inputs, generator=generator) * inputs**-0.5).to(dtype))
+        return CanonicalWeight(scheme, inputs, (torch.randn(*lead, outputs, inputs, generator=generator) * inputs**-0.5).to(dtype))
     quantized = _make_values(scheme.quant_type, (*lead, outputs, inputs), generator)
     rows, columns = scheme.group[0] or outputs, scheme.group[1] or inputs
     shape = (*lead, -(-outputs // rows), -(-inputs // columns))
@@ -37,7 +37,7 @@ def make_weight(
         order = (torch.stack(orders) if experts else orders[0]).to(torch.int32)
     factor = torch.rand(*lead, outputs, generator=generator) + 0.5 if outer else None
     minima = scales * torch.rand(shape, generator=generator).mul_(16).to(dtype) if scheme.minima else None
-    return PackedWeight(scheme, inputs, quantized, scales, zeros, factor, order, divides=bool(seed % 2), minima=minima)
+    return CanonicalWeight(scheme, inputs, quantized, scales, zeros, factor, order, divides=bool(seed % 2), minima=minima)
 
 
 def _make_values(quant_type: QuantType, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -49,7 +49,7 @@ def _make_values(quant_type: QuantType, shape: tuple[int, ...], generator: torch
     return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
 
 
-def check_form(weight: PackedWeight, outputs: int, inputs: int, lead: tuple[int, ...] = ()) -> None:
+def check_form(weight: CanonicalWeight, outputs: int, inputs: int, lead: tuple[int, ...] = ()) -> None:
     """Assert that a weight [*lead, outputs, inputs] has canonical form."""
     scheme, quantized = weight.scheme, weight.quantized
     assert weight.inputs == inputs, f"the weight has {weight.inputs} inputs, not {inputs}"
