@@ -90,15 +90,9 @@ class SupportsPairs(Protocol):
     """Optional, for layers with experts, whose `b` another kernel multiplies."""
 
     def shrink_pairs(
-        self,
-        x: torch.Tensor,
-        layer: LayerPages,
-        places: torch.Tensor,
-        ids: torch.Tensor,
-        place_pages: torch.Tensor,
-        order: SortedPairs | None = None,
+        self, x: torch.Tensor, layer: LayerPages, plan: RowPlan, ids: torch.Tensor, order: SortedPairs | None = None
     ) -> torch.Tensor:
-        """places int32 [tokens]; others as of `LayerDelta.shrink_pairs` -> `PairDelta.shrunk`."""
+        """plan: of the tokens; others as of `LayerDelta.shrink_pairs` -> `PairDelta.shrunk`."""
         ...
 
 

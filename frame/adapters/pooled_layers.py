@@ -1,7 +1,8 @@
 """`PooledLayer`: one layer's deltas of all adapters on the device; `StepRows`: the rows that layers
 compute now.
 
-Layers call a `PooledLayer` as their `LayerDelta`. Must not know slots, requests or files.
+Layers call a `PooledLayer` as their `LayerDelta`; `frame.adapters.deltas` has the products. Must
+not know slots, requests or files.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class PooledLayer:
         plan = self.rows.select_plan(0)
         operations, pages = self.rows.operations, self.allocated
         assert isinstance(operations, SupportsPairs), "can_pair"
-        shrunk = operations.shrink_pairs(x, pages, plan.places, ids, plan.place_pages, order)
+        shrunk = operations.shrink_pairs(x, pages, plan, ids, order)
         return PairDelta(shrunk, pages.b, plan.places, plan.place_pages, pages.counts)
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:

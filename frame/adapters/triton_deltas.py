@@ -108,15 +108,10 @@ class TritonDeltas(TiledDeltas):
         return gated
 
     def shrink_pairs(
-        self,
-        x: torch.Tensor,
-        layer: LayerPages,
-        places: torch.Tensor,
-        ids: torch.Tensor,
-        place_pages: torch.Tensor,
-        order: SortedPairs | None = None,
+        self, x: torch.Tensor, layer: LayerPages, plan: RowPlan, ids: torch.Tensor, order: SortedPairs | None = None
     ) -> torch.Tensor:
         """See `SupportsPairs`."""
+        places, place_pages = plan.places, plan.place_pages
         if order is not None:
             return shrink_sorted(x, layer.a, layer.num_parts, order, places, (len(ids), ids.shape[1]), layer.counts, place_pages)
         tiles = Tiles(places, ids.flatten(), 1, ids.numel(), layer.num_experts, ids.shape[1])

@@ -33,17 +33,13 @@ class RenderedMetrics:
     body: bytes
 
 
-def _read_nothing() -> Iterable[Metric]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class StatLoggerContext:
     """The server whose statistics are logged. `read_metrics` returns its counters and gauges:
     load, memory, starts, restarts, HTTP responses."""
 
     model: str  # its name in the API
-    read_metrics: Callable[[], Iterable[Metric]] = _read_nothing
+    read_metrics: Callable[[], Iterable[Metric]] = tuple
     metrics_aliases: tuple[str, ...] = ()  # server.metrics_aliases
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,14 +22,6 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor
 
 
-def _no_shapes() -> dict[str, tuple[int, ...]]:
-    return {}
-
-
-def _no_dtypes() -> dict[str, torch.dtype]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class WeightSourceContext:
     """The checkpoint that a source reads, and the parameters that it is read for."""
@@ -38,8 +30,8 @@ class WeightSourceContext:
     device: torch.device  # of the parameters; `open_tensor` may return tensors of any device
     dtype: torch.dtype  # of the model's matrices before quantization
     seed: int = 0  # model.seed, for sources that make weights up
-    expected_shapes: Callable[[], Mapping[str, tuple[int, ...]]] = field(default=_no_shapes)  # by checkpoint name, not split over ranks
-    integer_dtypes: Callable[[], Mapping[str, torch.dtype]] = field(default=_no_dtypes)  # of the expected tensors that hold integers
+    expected_shapes: Callable[[], Mapping[str, tuple[int, ...]]] = dict  # by checkpoint name, not split over ranks
+    integer_dtypes: Callable[[], Mapping[str, torch.dtype]] = dict  # of the expected tensors that hold integers
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Keys of KV blocks: a hash chain over the cache keys of a sequence, one key for each page.
+"""Keys of KV blocks (vLLM: block hashes): a hash chain over the cache keys of a sequence, one key
+for each page.
 
 Used by `TierController`. `RequestKeys` keeps the chains of requests, so that each block is hashed
 once although a request is looked up when it waits and stored when its prompt and its output are

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frame.adapters.deltas import LayerPages
+from frame.adapters.deltas import LayerPages, RowPlan
 from frame.adapters.triton_deltas import TritonDeltas
 from frame.core.interfaces.adapter_layers import PairDelta, SortedPairs
 from frame.core.interfaces.moe import DispatchOutput, SupportsPairDeltas
@@ -41,7 +41,7 @@ class Deltas:
         )  # fmt: skip
 
     def shrink(self, places: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, order: SortedPairs | None) -> PairDelta:
-        shrunk = TritonDeltas().shrink_pairs(x, self.pages, places, ids, self.place_pages, order)
+        shrunk = TritonDeltas().shrink_pairs(x, self.pages, RowPlan(places, self.place_pages), ids, order)
         return PairDelta(shrunk, self.pages.b, places, self.place_pages, self.counts)
 
     def expected(self, place: int, expert: int, x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""The parts of `resolve` that choose MoE plugins, logits processors and parsers, and `Choices`, the
-record of all choices.
+"""The parts of `resolve` that choose GEMM kernels, MoE plugins, logits processors and parsers, and
+`Choices`, the record of all choices.
 
 `KEYS` maps a plugin kind to the setting that names its plugin. Pure; it must not import or name a
 plugin.

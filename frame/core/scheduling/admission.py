@@ -1,8 +1,8 @@
 """`SchedulerConfig`, and `Admission`, which turns a `Generate` message into a `Request` or refuses
 it.
 
-Used by the scheduler. Checks a request against fixed limits only; it must not depend on what runs
-or waits.
+Used by the scheduler. Checks a request against fixed limits only, not against what runs or waits:
+`StepPlanner` admits requests to the device.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 query-key-value (Megatron-LM, arXiv 1909.08053).
 
 A layer has the whole sizes, this rank's range and the checkpoint names. Its `LayerWeight` stores
-and multiplies the values.
+and multiplies the values; its `LayerDelta` (`frame.adapters.pooled_layers`) adds those of adapters.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Linear(nn.Module):
             local += span.size
 
     def process_weights_after_loading(self) -> None:
-        """Decode the loaded weights and select their GEMM."""
+        """Select the GEMM of the loaded weights."""
         self.gemm = self.weights.prepare_gemm()
         if self.delta is not None:
             self.delta.gemm = self.gemm

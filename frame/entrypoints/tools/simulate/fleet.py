@@ -28,7 +28,6 @@ class Fleet:
         self._events: list[tuple[float, int, int]] = []  # when a replica's steps end, a number that orders equal times, the replica
         self._numbers = 0
         self._joining: list[tuple[float, int]] = []
-        self.replica_seconds, self._counted_until = 0.0, 0.0
         for _ in range(replicas):
             self._add_engine()
 
@@ -112,7 +111,6 @@ class Fleet:
             at = min(event, joins)
             if at > until or at == float("inf"):
                 break
-            self._count_time(at)
             if joins <= event:
                 heapq.heappop(self._joining)
                 self._add_engine()
@@ -124,9 +122,3 @@ class Fleet:
             engine.end_steps()
             self._push(replica)
             self._drop_drained(replica)
-        if until != float("inf"):
-            self._count_time(until)
-
-    def _count_time(self, now: float) -> None:
-        self.replica_seconds += self.num_replicas * (now - self._counted_until)
-        self._counted_until = now

@@ -1,6 +1,7 @@
 """`LayerWeight`: the weight of one linear layer, from its stored tensors to its GEMM.
 
-Used by `Linear` and `Head`. Depends on no format and no kernel by name.
+Asks the weight format how the layer is stored; `frame.models.layers.weights.gemms` selects its
+kernel. Used by `Linear` and `Head`. Depends on no format and no kernel by name.
 """
 
 from __future__ import annotations

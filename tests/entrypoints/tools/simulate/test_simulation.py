@@ -131,7 +131,6 @@ def test_replicas_join_and_drain(folder: Path) -> None:
     assert sizes[2][1] == 3
     assert (sizes[-1][0], fleet.num_replicas) == (1, 1)
     assert measures.describe(1)["requests"] == len(arrivals)  # those of drained replicas end
-    assert 8 < fleet.replica_seconds < 30
 
 
 @pytest.mark.parametrize(
