@@ -235,6 +235,14 @@ def test_multi_token_prediction_layers_are_ignored(tmp_path: Path) -> None:
     assert torch.equal(open_session(folder).step(PROMPT)[0], want)
 
 
+def test_the_former_name_of_the_hook_is_refused_with_the_new_one() -> None:
+    class Old(nn.Module):
+        def finish(self) -> None: ...
+
+    with pytest.raises(TypeError, match=r"Old\.finish is process_weights_after_loading now"):
+        process_weights_after_loading(nn.Sequential(Old()))
+
+
 def test_second_load_updates_the_model(folder: Path) -> None:
     """The derived weights of DeepSeek follow the new weights."""
     from frame.loading.loader import load_weights

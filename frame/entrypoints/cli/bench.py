@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from frame.core.errors import ConfigError
-from frame.entrypoints.cli.bench_kernels import PLOT_FILE, attention, finish, moe
+from frame.entrypoints.cli.bench_kernels import PLOT_FILE, attention, moe, write_results
 from frame.entrypoints.cli.options import OUTPUT_FILE, ParsedType, config_command, join_options
 from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
 from frame.entrypoints.tools.bench.replay import parse_speed
@@ -94,7 +94,7 @@ def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | 
             rows[name] = min(runs, key=lambda run: run["seconds"]) | {"all_seconds": [run["seconds"] for run in runs]}
             if under is not None:
                 rows[name] |= under.row(workload, vocabulary, rows[name]["seconds"])
-        finish(report("offline", rows, engine=engine.info, **({} if under is None else under.about())), path)
+        write_results(report("offline", rows, engine=engine.info, **({} if under is None else under.about())), path)
 
 
 @click.command(help="Measure latency and throughput of a server. Open loop: requests are sent at their arrival times.")
@@ -170,7 +170,7 @@ def serve(
             rows[title] = figures if math.isinf(rate) else {"workload": name, "rate": rate, **figures}
     about = {"server": base_url, "model": target.model, "rate": _simplify(rates), "burstiness": burstiness, "concurrency": concurrency}
     results = report("serve", rows, **about)
-    finish(results, path)
+    write_results(results, path)
     if plot is not None:
         draw_rates(results, plot, before)
     if any(figures["failed"] for figures in rows.values()):
@@ -197,7 +197,7 @@ def startup(loaded: LoadedConfig, cold: bool, path: Path | None) -> None:
             seconds = time.perf_counter() - started
             rows = {"ready": {"seconds": round(seconds, 3)}}
             rows |= {name: {"seconds": phase} for name, phase in engine.info.get("phases", {}).items()}
-            finish(report("startup", rows, engine=engine.info), path)
+            write_results(report("startup", rows, engine=engine.info), path)
     for name, value in kept.items():
         os.environ.pop(name, None)
         if value is not None:
@@ -270,7 +270,7 @@ def replay_command(
     base = url.rstrip("/").removesuffix("/v1")
     model = model or str(ask_server("GET", base, "/v1/models", api_key, timeout=30)["data"][0]["id"])
     rows = replay(ReplayTarget(base, model, api_key), jobs, concurrency)
-    finish(report("replay", rows, server=url, model=model, speed=str(speed), skipped=dict(skipped)), path)
+    write_results(report("replay", rows, server=url, model=model, speed=str(speed), skipped=dict(skipped)), path)
     replayed = rows["replayed"]
     for difference in replayed.get("differences", ()):
         click.echo(f"different: {difference.translate(CONTROLS)}", err=True)

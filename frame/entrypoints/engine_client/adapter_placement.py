@@ -209,6 +209,6 @@ class AdapterPlacement:
                 error = str(failure)
             if error is not None:
                 failed.add(version)
-                client.end_adapter(version, Finish("error", None, LOST.format(error)))
+                client.abort_adapter(version, Finish("error", None, LOST.format(error)))
         self._restoring.pop(client, None)
         client.resume_held()

@@ -154,7 +154,7 @@ class AdapterRegistry:
         self._forget_name(named)
         if aborts:
             for client in self._clients:
-                client.end_adapter(named.version, Finish("abort"), name)
+                client.abort_adapter(named.version, Finish("abort"), name)
         while named.version.num_users and not named.version.num_names:
             await self.placement.wait_release()
         await self._drop(named.version)

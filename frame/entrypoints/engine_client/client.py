@@ -434,7 +434,7 @@ class EngineClient:
         if self.adapters is not None:
             self.adapters.record_loss(self)
 
-    def end_adapter(self, version: AdapterVersion, finish: Finish, name: str | None = None) -> None:
+    def abort_adapter(self, version: AdapterVersion, finish: Finish, name: str | None = None) -> None:
         """End the sequences that use an adapter, or those that use it by this name."""
         uses = ((s, s.recovery.adapter) for s in self._sequences.values())
         self._abort_lost([s for s, use in uses if use is not None and use.version is version and name in (None, use.name)], finish)

@@ -400,7 +400,7 @@ async def stream_response(
 
         await replay_output(context.handoff, state, services.fleet.detokenizer, write)
     pump = EventPump(context, state, write, services.formatting)
-    limit_unread_tokens(services, state, pump.give_up)
+    limit_unread_tokens(services, state, pump.abort)
     changed = await state.wait()
     if state.is_disconnected:
         raise DisconnectedError
@@ -412,11 +412,11 @@ async def stream_response(
     await context.end(close())
 
 
-def limit_unread_tokens(services: Services, state: RequestState, give_up: Callable[[ApiError], None]) -> None:
-    """Call `give_up` when more tokens of a stream wait for its reader than the server allows."""
+def limit_unread_tokens(services: Services, state: RequestState, abort: Callable[[ApiError], None]) -> None:
+    """Call `abort` when more tokens of a stream wait for its reader than the server allows."""
     maximum = services.resolved.user.server.max_unread_tokens
     sentence = f"the answer was not read: more than {maximum} of its tokens wait (server.max_unread_tokens); read it as it comes"
-    state.set_backpressure_limit(maximum, lambda: give_up(ApiError(408, sentence, code="answer_not_read")))
+    state.set_backpressure_limit(maximum, lambda: abort(ApiError(408, sentence, code="answer_not_read")))
 
 
 async def paced_map(act: Callable[[T], R], items: Iterable[T]) -> list[R]:

@@ -50,7 +50,7 @@ class EventPump:
             if self._waiting is not None:
                 self._waiting.cancel()
 
-    def give_up(self, error: Exception) -> None:
+    def abort(self, error: Exception) -> None:
         """End the response with this error; output that was not written is dropped."""
         if not self._done.done():
             self._done.set_exception(error)

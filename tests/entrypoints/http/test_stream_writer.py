@@ -104,7 +104,7 @@ async def test_a_pump_that_is_given_up_raises_why_and_writes_no_more() -> None:
     connection.room.clear()
     feed(stream, "b")
     await asyncio.sleep(0)
-    pump.give_up(OverflowError("too much waits"))
+    pump.abort(OverflowError("too much waits"))
     feed(stream, "c")  # what still comes harms nothing
     with pytest.raises(OverflowError):
         await running
@@ -112,7 +112,7 @@ async def test_a_pump_that_is_given_up_raises_why_and_writes_no_more() -> None:
     await asyncio.sleep(0)
     assert connection.bodies == [b"a"]
     _, _, stream, pump = make()
-    pump.give_up(OverflowError("too much waits"))
+    pump.abort(OverflowError("too much waits"))
     with pytest.raises(OverflowError):
         await pump.run([stream])
 

@@ -54,7 +54,7 @@ class TextResponse(BlockEventWriter):
                 raise
             state = await start_chat(caller, services, await drop_oldest_turns(services, chat))
         self._state = state
-        limit_unread_tokens(services, state, self._give_up)
+        limit_unread_tokens(services, state, self._abort)
         await send("response.created", response=self._describe("in_progress"))
         blocks, sequence = ContentBlocks(), state.sequences[0]
         parser = make_output_parsers(services, chat, state).get(0)
@@ -66,7 +66,7 @@ class TextResponse(BlockEventWriter):
         await self._send_events(send)
         return self._finish()
 
-    def _give_up(self, error: ApiError) -> None:
+    def _abort(self, error: ApiError) -> None:
         self._error = error
         if self._state is not None:
             self._state.mark_disconnected()

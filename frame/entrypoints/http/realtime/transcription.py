@@ -159,11 +159,11 @@ class AudioBuffer:
                 state, _, _ = await start_windows(caller, services, form, windows, language)
                 texts, failed = OrderedTexts(len(state.sequences)), list[ApiError]()
 
-                def give_up(error: ApiError) -> None:
+                def abort(error: ApiError) -> None:
                     failed.append(error)
                     state.mark_disconnected()
 
-                limit_unread_tokens(services, state, give_up)
+                limit_unread_tokens(services, state, abort)
                 place: dict[str, Any] = {"item_id": job.item_id, "content_index": 0}
                 while state.num_unfinished or state.changed:
                     for sequence in await state.wait():
