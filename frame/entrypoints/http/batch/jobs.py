@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -170,12 +170,10 @@ class BatchJobRunner:
             self._apply(*await asyncio.to_thread(self._read, name))
 
     def _read(self, name: str | None) -> tuple[dict[str, BatchJob | None], set[str]]:
+        """The changes, and those of the batches that run which are to be cancelled."""
         changes = self._reader.read_changes() if name is None else self._reader.read_change(name)
-        return changes, self._list_cancelled(name)
-
-    def _list_cancelled(self, name: str | None) -> set[str]:
-        """Of the batches that run, or of this one, those that are to be cancelled."""
-        return {batch.id for batch in self._list_running() if name in (None, batch.id) and self._cancel_path(batch.id).exists()}
+        running = (batch.id for batch in self._list_running() if name in (None, batch.id))
+        return changes, {each for each in running if self._cancel_path(each).exists()}
 
     def _list_running(self) -> list[BatchJob]:
         """Of all servers."""
@@ -309,15 +307,12 @@ class BatchJobRunner:
 
     async def _run(self, batch: BatchJob) -> None:
         """Run a batch unless another server has it, or has ended it."""
-        path = self.files.path(batch.id)
-        if await asyncio.to_thread(self._cancel_path(batch.id).exists):
-            await self._claim_and_run(batch, path)  # to cancel it, which needs no turn
-            return
-        async with self._running[batch.tenant]:
-            await self._claim_and_run(batch, path)
+        is_cancelled = await asyncio.to_thread(self._cancel_path(batch.id).exists)
+        async with nullcontext() if is_cancelled else self._running[batch.tenant]:  # to cancel it needs no turn
+            await self._claim_and_run(batch)
 
-    async def _claim_and_run(self, batch: BatchJob, path: Path) -> None:
-        taking = asyncio.ensure_future(asyncio.to_thread(Claim.take, path.with_suffix(".lock")))
+    async def _claim_and_run(self, batch: BatchJob) -> None:
+        taking = asyncio.ensure_future(asyncio.to_thread(Claim.take, self.files.path(batch.id).with_suffix(".lock")))
         try:
             claim = await asyncio.shield(taking)
         except asyncio.CancelledError:
@@ -477,8 +472,7 @@ class BatchJobRunner:
         LineError."""
         if len(line) <= BLOCK_BYTES:
             return parse_line(line, batch.endpoint)
-        async with self._reading.hold_slot(batch.tenant):
-            return await asyncio.to_thread(parse_line, line, batch.endpoint)
+        return await self._read_block(batch, partial(parse_line, line, batch.endpoint))
 
     async def _finish(self, batch: BatchJob, outputs: Outputs) -> None:
         """Publish the output files that are not empty; delete the others."""
