@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "frame/models/layers"
-_OF_THE_LOADER = ("finish", "release")  # methods that no model calls
+_OF_THE_LOADER = ("process_weights_after_loading", "release")  # methods that no model calls
 
 
 def blocks() -> Iterator[tuple[str, str]]:

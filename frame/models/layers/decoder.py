@@ -124,19 +124,27 @@ class NormedOutputLayer(Layer):
         return self.mlp_norm(self.mlp(x)), residual
 
 
-class ParallelLayer(Layer):
+class ParallelLayer(nn.Module):
     """A layer whose attention and feed-forward have the same input (Cohere)."""
+
+    adapters: AdapterLayers | None = None  # see `Layer`
+
+    def __init__(self, input_norm: Norm, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_norm = input_norm
+        self.attention = attention
+        self.mlp = mlp
 
     def forward(
         self,
-        x: torch.Tensor | RankSum,
+        x: torch.Tensor,
         residual: torch.Tensor | None,
         rows: torch.Tensor | None,
         batch: ForwardBatch,
         selected: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Layer.forward`."""
-        x, residual = _add_residual(self.input_norm, x, residual)
+        x, residual = self.input_norm.add_residual(x, residual)
         attended = self.attention(x, rows, batch)
         if selected is not None:
             attended, x, residual = (part.index_select(0, selected) for part in (attended, x, residual))
