@@ -18,6 +18,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("checkpoints") / "tiny-llama")
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two versions of a checkpoint, for updates of weights."""
+    from frame.testing.checkpoints import make_checkpoint
+
+    folder = tmp_path_factory.mktemp("versions")
+    return [make_checkpoint("Qwen3ForCausalLM", folder / f"v{seed}", seed) for seed in range(2)]
+
+
 @pytest.fixture(scope="session")
 def server(checkpoint: Path) -> Iterator[RunningServer]:
     """A real model behind the whole stack."""

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from frame import Engine, SamplingParams
-from frame.testing.checkpoints import make_checkpoint
 from tests.entrypoints.serving import RunningRouter, RunningServer, open_engines, wait_until
 
 KEYS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_total_tokens": 16384, "threads": 1, "page_size": 4}
@@ -22,12 +21,6 @@ FLAGS = ("--dtype", "float32", "--max-model-len", "256", "--max-total-tokens", "
 NUM_STREAMS, NUM_TOKENS = 24, 180
 PROMPTS = [[7 + index, *range(20, 36), 40 + index] for index in range(NUM_STREAMS)]
 Result = tuple[list[int], dict[str, Any]]  # tokens, meta_info
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("versions")
-    return [make_checkpoint("Qwen3ForCausalLM", folder / f"v{seed}", seed) for seed in range(2)]
 
 
 @pytest.fixture(scope="module")

@@ -126,12 +126,6 @@ def check_updates(kind: str, case: str, num_updates: int, tmp_path: Path) -> Non
     assert {name: value for name, value in grown.items() if value > 0} == {}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("versions")
-    return [make_checkpoint("Qwen3ForCausalLM", folder / f"v{seed}", seed) for seed in range(2)]
-
-
 @pytest.fixture
 def engine(folders: list[Path]) -> Iterator[Engine]:
     with Engine(str(folders[0]), **KEYS) as running:

@@ -98,12 +98,6 @@ class MediaMachine(RigMachine):
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, prompt_logprobs=prompt_logprobs)
         self.rig.add(tokens, params, 0, namespace, None if deadline is None else float(deadline), media=items)
 
-    @rule(count=st.integers(1, 6))
-    def step(self, count: int) -> None:
-        for _ in range(count):
-            self.rig.step()
-            self.rig.now += 0.5
-
     @rule()
     def fail_next(self) -> None:
         self.rig.fails_next = True

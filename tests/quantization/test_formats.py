@@ -398,16 +398,7 @@ def test_schemes_by_layer_within_a_merged_layer(tmp_path: Path) -> None:
                 ({"_data": {"granularity": "PerRow"}}, "quant_type.granularity is 'PerRow'; a JSON object"),
             )
         ),
-    ],
-)
-def test_fields_of_a_wrong_type_are_named(target: type, config: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(CheckpointError, match=sentence):
-        target(FormatContext(torch.float32, config)).describe_layer("model.layers.0.mlp.up_proj", "linear")
-
-
-@pytest.mark.parametrize(
-    ("target", "config", "sentence"),
-    [
+        # schemes that are not read
         (Gptq, {"bits": 5}, r"bits is 5; of GPTQ's numbers of bits 2, 3, 4, 8 are read"),
         (Gptq, {"bits": 4, "group_size": 0}, "group_size is 0"),
         (Gptq, {"bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
@@ -432,7 +423,7 @@ def test_fields_of_a_wrong_type_are_named(target: type, config: dict[str, Any], 
         (CompressedTensors, {"config_groups": {"a": {}}, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     ],
 )
-def test_unknown_schemes_are_refused(target: type, config: dict[str, Any], sentence: str) -> None:
+def test_fields_of_a_wrong_type_and_unknown_schemes_are_refused(target: type, config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(CheckpointError, match=sentence):
         target(FormatContext(torch.float32, config)).describe_layer("model.layers.0.mlp.up_proj", "linear")
 

@@ -16,12 +16,11 @@ from frame.core.errors import CheckpointError
 from frame.plugins.weight_sources.dummy import RandomNumbers, RandomTensor
 from frame.quantization.floats import Fp4Layer
 from frame.testing.checkpoints import load_reference, make_checkpoint
-from tests.models.harness import Session, open_session
+from tests.models.harness import open_session
 from tests.models.layers.random_adapters import RandomAdapters, follow_rows
 from tests.models.ranks import on_ranks
 from tests.models.test_adapters import PLACES, run
-
-TOKENS = list(range(20, 44))
+from tests.quantization.test_formats import TOKENS, logits_of
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +45,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     (stored / "config.json").write_text(json.dumps(config))
     return stored, plain
-
-
-def logits_of(session: Session) -> torch.Tensor:
-    """Logits of a prompt and of a decode."""
-    return torch.cat((session.step([(0, TOKENS[:-1])])[0], session.step([(0, TOKENS[-1:])])[0])).float()
 
 
 def test_logits_are_those_of_the_numbers_that_the_quantized_values_stand_for(pair: tuple[Path, Path]) -> None:

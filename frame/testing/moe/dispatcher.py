@@ -134,13 +134,14 @@ def _compare(results: list[torch.Tensor], inputs: LayerInputs, what: str) -> Non
 def _agrees(place: Place, ranks: int) -> None:
     for numbers in SIZES:
         inputs = place.draw(numbers)
+        _compare(list(run_ranks(ranks, partial(_run_layer, place, inputs))), inputs, f"{ranks} ranks")
 
-        def work(group: ThreadGroup, inputs: LayerInputs = inputs) -> torch.Tensor:
-            dispatcher = place.make(group)
-            tokens = _dispatch(dispatcher, inputs)
-            return _combine(dispatcher, _run(dispatcher, tokens, inputs, group), tokens, inputs)
 
-        _compare(list(run_ranks(ranks, work)), inputs, f"{ranks} ranks")
+def _run_layer(place: Place, inputs: LayerInputs, group: ThreadGroup) -> torch.Tensor:
+    """The rank's part of a layer with a new dispatcher."""
+    dispatcher = place.make(group)
+    tokens = _dispatch(dispatcher, inputs)
+    return _combine(dispatcher, _run(dispatcher, tokens, inputs, group), tokens, inputs)
 
 
 def check_real_sizes(place: Place) -> None:
@@ -202,13 +203,7 @@ def check_two_batches_at_once(place: Place) -> None:
 def check_large_values(place: Place) -> None:
     """Inputs far from 0, which no one may clip."""
     inputs = place.draw(SIZES[0], scale=30.0)
-
-    def work(group: ThreadGroup) -> torch.Tensor:
-        dispatcher = place.make(group)
-        tokens = _dispatch(dispatcher, inputs)
-        return _combine(dispatcher, _run(dispatcher, tokens, inputs, group), tokens, inputs)
-
-    _compare(list(run_ranks(2, work)), inputs, "large values")
+    _compare(list(run_ranks(2, partial(_run_layer, place, inputs))), inputs, "large values")
 
 
 def _work_is_spread(place: Place) -> None:

@@ -9,8 +9,7 @@ from frame.testing.scheduler_rig import SchedulerRig
 
 
 class RigMachine(RuleBasedStateMachine):
-    """A subclass makes `rig`, adds requests and runs steps. At the end the rig is run until it is
-    idle."""
+    """A subclass makes `rig` and adds requests. At the end the rig is run until it is idle."""
 
     rig: SchedulerRig
 
@@ -19,6 +18,12 @@ class RigMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.rig.abort(data.draw(st.sampled_from(sorted(self.rig.requests))))
         self.rig.scheduler.check_integrity()
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.rig.step()
+            self.rig.now += 0.5
 
     @rule()
     def commit_early(self) -> None:

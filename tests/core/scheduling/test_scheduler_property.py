@@ -179,12 +179,6 @@ class SchedulerMachine(RigMachine):
         grammar = None if script is None else lambda: Script(script, VOCAB)
         self.rig.add(tokens, params, priority, namespace, None if deadline is None else float(deadline), grammar)
 
-    @rule(count=st.integers(1, 6))
-    def step(self, count: int) -> None:
-        for _ in range(count):
-            self.rig.step()
-            self.rig.now += 0.5
-
 
 SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestScheduler = SchedulerMachine.TestCase

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from frame.entrypoints.http.chat.request_fields import check_object
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
@@ -18,7 +19,6 @@ from frame.entrypoints.http.realtime.schema import (
     ResponseFields,
     SessionFields,
     check_names,
-    need_object,
     read_object,
 )
 
@@ -63,7 +63,7 @@ def _check_content(item: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
         raise ApiError(400, f"{place}.content: expected a list of parts", f"{place}.content")
     for number, part in enumerate(content):
         here = f"{place}.content[{number}]"
-        kind = need_object(part, here).get("type")
+        kind = check_object(part, here).get("type")
         if kind not in ROLES[role]:
             sentence = f"{here}.type is {quoted(kind)}; in a message of the {role} it must be {' or '.join(ROLES[role])}"
             raise ApiError(400, sentence, f"{here}.type")

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
+from frame.entrypoints.http.chat.request_fields import check_object
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.protocol.bodies import check_text_sizes
 from frame.entrypoints.http.request_body import Metadata, RequestBody
@@ -176,10 +177,10 @@ class AudioSettings(RequestBody):
         sent_input = _read_audio_input(audio)
         rate, transcription = self.rate, self.transcription
         if sent_input.get("format") is not None:
-            rate = _read_rate(need_object(sent_input["format"], "session.audio.input.format"))
+            rate = _read_rate(check_object(sent_input["format"], "session.audio.input.format"))
         if "transcription" in sent_input:
             place = "session.audio.input.transcription"
-            sent = {} if sent_input["transcription"] is None else need_object(sent_input["transcription"], place)
+            sent = {} if sent_input["transcription"] is None else check_object(sent_input["transcription"], place)
             transcription = read_object(Transcription, sent, f"{place}.")
         return AudioSettings(rate=rate, transcription=transcription)
 
@@ -204,7 +205,7 @@ def _read_audio_input(audio: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if audio.get("output") is not None:
         raise ApiError(400, f"session.audio.output is not supported: {NO_SPEECH}; leave it out", "session.audio.output")
     sent_input: Any = audio.get("input")
-    sent_input = {} if sent_input is None else need_object(sent_input, "session.audio.input")
+    sent_input = {} if sent_input is None else check_object(sent_input, "session.audio.input")
     check_names(sent_input, ("format", "transcription", "turn_detection", "noise_reduction"), "session.audio.input.")
     if sent_input.get("turn_detection") is not None:
         raise ApiError(400, f"session.audio.input.turn_detection must be null: {NO_TURNS}", "session.audio.input.turn_detection")
@@ -223,9 +224,3 @@ def _read_rate(value: Mapping[str, Any]) -> int:
     if type(rate) is not int or not RATES[0] <= rate <= RATES[1]:
         raise ApiError(400, f"{place}.rate is {quoted(rate)}; it must be a whole number from {RATES[0]} to {RATES[1]}", f"{place}.rate")
     return rate
-
-
-def need_object(value: Any, place: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ApiError(400, f"{place}: expected an object", place)
-    return value

@@ -7,7 +7,7 @@ reach of one token share a mask (`clamp`). Knows no syntax and no vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 LARGE = 1 << 20
@@ -56,6 +56,12 @@ class Language:
     def one_byte(self, members: int) -> Node:
         """One byte of a set."""
         return self._node("bytes", members=members) if members else self.none
+
+    def cat_all(self, parts: Sequence[Node]) -> Node:
+        node = self.empty
+        for part in reversed(parts):
+            node = self.cat(part, node)
+        return node
 
     def cat(self, first: Node, second: Node) -> Node:
         if first is self.none or second is self.none:

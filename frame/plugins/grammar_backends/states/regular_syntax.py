@@ -42,10 +42,7 @@ def literal(language: Language, text: str) -> Node:
     """Return the language of one text. Raises UnsupportedSyntaxError for a long one."""
     if len(text) > MAX_LENGTH:
         raise UnsupportedSyntaxError(f"more than {MAX_LENGTH} characters")
-    node = language.empty
-    for byte in reversed(text.encode()):
-        node = language.cat(language.one_byte(1 << byte), node)
-    return node
+    return language.cat_all([language.one_byte(1 << byte) for byte in text.encode()])
 
 
 def literals(language: Language, texts: Iterable[str]) -> Node:
@@ -76,7 +73,8 @@ def _words(language: Language, words: list[bytes], depth: int) -> Node:
 def characters(language: Language, ranges: Ranges) -> Node:
     """One character of these ranges, as UTF-8."""
     sequences = [sequence for low, high in ranges for sequence in _sequences(low, high)]
-    return language.alt(_sequence(language, sequence) for sequence in sequences)
+    bytes_of = (language.cat_all([language.one_byte((1 << (high + 1)) - (1 << low)) for low, high in each]) for each in sequences)
+    return language.alt(bytes_of)
 
 
 class _Reader:
@@ -220,13 +218,6 @@ class _Reader:
     def _expect(self, char: str) -> None:
         if not self._take(char):
             raise UnsupportedSyntaxError(f"{char!r} is missing at {self.at}")
-
-
-def _sequence(language: Language, ranges: list[tuple[int, int]]) -> Node:
-    node = language.empty
-    for low, high in reversed(ranges):
-        node = language.cat(language.one_byte((1 << (high + 1)) - (1 << low)), node)
-    return node
 
 
 def _sequences(low: int, high: int) -> list[list[tuple[int, int]]]:

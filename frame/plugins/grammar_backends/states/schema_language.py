@@ -223,10 +223,7 @@ class _Reader:
         return literal(self._language, text)
 
     def _sequence(self, *parts: Node) -> Node:
-        node = self._language.empty
-        for part in reversed(parts):
-            node = self._language.cat(part, node)
-        return node
+        return self._language.cat_all(parts)
 
 
 def _json(value: Any) -> str:

@@ -41,10 +41,10 @@ class _Reader:
         methods: dict[str, Callable[[Any], Node]] = {
             "const_string": lambda form: self._text(form["value"]),
             "json_schema": self._json,
-            "sequence": lambda form: self._join([self.read(each) for each in form["elements"]]),
+            "sequence": lambda form: self._language.cat_all([self.read(each) for each in form["elements"]]),
             "or": lambda form: self._language.alt([self.read(each) for each in form["elements"]]),
             "optional": lambda form: self._language.alt([self.read(form["content"]), self._language.empty]),
-            "tag": lambda form: self._join([self._text(form["begin"]), self.read(form["content"]), self._text(form["end"])]),
+            "tag": lambda form: self._language.cat_all([self._text(form["begin"]), self.read(form["content"]), self._text(form["end"])]),
             "tags_with_separator": self._tags,
         }
         if form["type"] not in methods:
@@ -68,13 +68,7 @@ class _Reader:
         for match in self._special.finditer(text):
             parts += [literal(self._language, text[end : match.start()]), self._token(self._ids[match[0]])]
             end = match.end()
-        return self._join([*parts, literal(self._language, text[end:])])
+        return self._language.cat_all([*parts, literal(self._language, text[end:])])
 
     def _token(self, token: int) -> Node:
-        return self._join([self._language.one_byte(1 << byte) for byte in write_special(token)])
-
-    def _join(self, parts: list[Node]) -> Node:
-        node = self._language.empty
-        for part in reversed(parts):
-            node = self._language.cat(part, node)
-        return node
+        return self._language.cat_all([self._language.one_byte(1 << byte) for byte in write_special(token)])

@@ -3,13 +3,12 @@ restart, and the batch says why it ended."""
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import os
 import resource
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 from frame.entrypoints.http.batch import files
 from frame.entrypoints.http.batch.files import FileObject, FileStore, FileWriter
 from frame.entrypoints.http.batch.jobs import BatchJob
-from tests.entrypoints.http.batch.test_jobs import CHAT, Server, file_ids
+from tests.entrypoints.http.batch.test_jobs import CHAT, Server, file_ids, wait_for
 
 PADDING = "x" * 4000  # of each line's body, which the route returns
 NUM_LINES = 40
@@ -140,12 +139,6 @@ class BrokenDisk:
 
         handle.close()
         return self._writer(store, file, Handle(store.path(file.id), "r+"))
-
-
-async def wait_for(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - no event signals it
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
