@@ -63,7 +63,7 @@ class AwqLayer(LayerFormat):
 
     def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         quantized, zeros = (_unpack(tensors[name]).transpose(-1, -2) for name in ("qweight", "qzeros"))
-        return Integers(_BITS, quantized, tensors["scales"].transpose(-1, -2), zeros).pack(self.dtype)
+        return Integers(_BITS, quantized, tensors["scales"].transpose(-1, -2), zeros).to_canonical(self.dtype)
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:

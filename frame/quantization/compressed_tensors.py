@@ -153,9 +153,9 @@ class IntegerLayer(LayerFormat):
             scales, zeros = scales.unsqueeze(-1), None if zeros is None else zeros.unsqueeze(-1)
         middle = 1 << self.bits - 1
         unsigned = None if zeros is None else zeros.view(torch.uint8) + middle
-        packed = Integers(self.bits, quantized.view(torch.uint8) + middle, scales, unsigned).pack(self.dtype)
-        packed.quantizes_inputs, packed.input_scale = self.quantizes_inputs, keep_static(tensors.get(_INPUT_SCALE))
-        return packed
+        weight = Integers(self.bits, quantized.view(torch.uint8) + middle, scales, unsigned).to_canonical(self.dtype)
+        weight.quantizes_inputs, weight.input_scale = self.quantizes_inputs, keep_static(tensors.get(_INPUT_SCALE))
+        return weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,4 +189,4 @@ class PackedLayer(LayerFormat):
             scales = scales.unsqueeze(-1)
         if zeros is not None:
             zeros = unpack_words(zeros.transpose(-1, -2), integers.bits).transpose(-1, -2)
-        return Integers(integers.bits, quantized, scales, zeros, tensors.get("weight_g_idx")).pack(integers.dtype)
+        return Integers(integers.bits, quantized, scales, zeros, tensors.get("weight_g_idx")).to_canonical(integers.dtype)

@@ -155,7 +155,7 @@ class GptqLayer(LayerFormat):
         owners = tensors["g_idx"] if self.ordered else None
         symmetric = bool((zeros == 1 << self.bits - 1).all())
         scales = tensors["scales"].transpose(-1, -2)
-        return Integers(self.bits, quantized[..., :inputs], scales, None if symmetric else zeros, owners).pack(self.dtype)
+        return Integers(self.bits, quantized[..., :inputs], scales, None if symmetric else zeros, owners).to_canonical(self.dtype)
 
 
 def group_axis(group: int, ordered: bool) -> Axis | int:

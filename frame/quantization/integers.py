@@ -63,7 +63,7 @@ class Integers:
     zeros: torch.Tensor | None = None
     owners: torch.Tensor | None = None
 
-    def pack(self, dtype: torch.dtype) -> CanonicalWeight:
+    def to_canonical(self, dtype: torch.dtype) -> CanonicalWeight:
         """The canonical form. `dtype`: of the model, preferred for scales if it represents them."""
         inputs, ordered, order = self.quantized.shape[-1], self, None
         if self.owners is not None and self.scales.shape[-1] > 1:

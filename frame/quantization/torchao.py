@@ -112,6 +112,6 @@ class TorchAoLayer(LayerFormat):
             return CanonicalWeight(WeightScheme("e4m3", (1, 0)), inputs, quantized, scales)
         middle = 1 << self.bits - 1
         zeros = tensors[_ZERO].to(torch.int16).add_(middle).to(torch.uint8) if bool(tensors[_ZERO].any()) else None
-        packed = Integers(self.bits, quantized.to(torch.int16).add_(middle).to(torch.uint8), scales, zeros).pack(self.dtype)
-        packed.quantizes_inputs = self.quantizes_inputs
-        return packed
+        weight = Integers(self.bits, quantized.to(torch.int16).add_(middle).to(torch.uint8), scales, zeros).to_canonical(self.dtype)
+        weight.quantizes_inputs = self.quantizes_inputs
+        return weight

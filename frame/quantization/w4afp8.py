@@ -57,4 +57,4 @@ class W4ExpertsLayer(LayerFormat):
 
     def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         quantized = unpack_pairs(tensors["weight"].view(torch.uint8) ^ _SIGNS)
-        return Integers(4, quantized, tensors["weight_scale_inv"]).pack(self.dtype)
+        return Integers(4, quantized, tensors["weight_scale_inv"]).to_canonical(self.dtype)

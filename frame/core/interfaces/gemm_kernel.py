@@ -1,6 +1,6 @@
 """The interface of GEMM kernels: the matmul with a weight in canonical form (`gemm_kernel/2`).
 
-A kernel sees one packed weight at a time. It must not know checkpoints, layers or ranks.
+A kernel sees one weight in canonical form at a time. It must not know checkpoints, layers or ranks.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class GroupedGemm(Protocol):
 
 
 class GemmKernel(ABC):
-    """Makes the GEMMs of packed weights on one device.
+    """Makes the GEMMs of weights in canonical form on one device.
 
     `unpacks`: the kernel dequantizes weights after loading and keeps no quantized values.
     `in_place`: its GEMMs read the quantized values of the weight itself, so weights that are shared

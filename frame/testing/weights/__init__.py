@@ -1,1 +1,1 @@
-"""Weight formats, weight sources and GEMM kernels: the suites, and random packed weights."""
+"""Weight formats, weight sources and GEMM kernels: the suites, and random weights."""

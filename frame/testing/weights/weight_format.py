@@ -345,9 +345,9 @@ def check_float32_is_kept(subject: Subject, layout: LayerFormat) -> None:
 
 def check_decoding_is_fast(subject: Subject, layout: LayerFormat) -> None:
     weight = Weight(subject, layout)
-    packed = weight.load()
+    weights = weight.load()
     require_near_reference(
-        weight.stored.to_canonical, lambda: [each.dequantize(DTYPE) for each in packed], "the canonical form of a small layer", 8, 8e-3
+        weight.stored.to_canonical, lambda: [each.dequantize(DTYPE) for each in weights], "the canonical form of a small layer", 8, 8e-3
     )
 
 
@@ -359,11 +359,11 @@ def check_a_second_load_replaces_the_first(subject: Subject, layout: LayerFormat
 
 
 def check_decoding_takes_little_memory(subject: Subject, layout: LayerFormat) -> None:
-    """The weights of a model fit in memory because they stay packed."""
+    """The weights of a model fit in memory because they stay quantized."""
     weight = Weight(subject, layout)
-    packed = weight.load()
+    weights = weight.load()
     stored = sum(parameter.numel() * parameter.element_size() for parameter in weight.module.parameters())
-    kept = sum(tensor.numel() * tensor.element_size() for each in packed for tensor in each.tensors.values())
+    kept = sum(tensor.numel() * tensor.element_size() for each in weights for tensor in each.tensors.values())
     assert kept <= MAX_GROWTH * stored, f"{stored} stored bytes become {kept}: return packed values, which kernels read"
 
 
