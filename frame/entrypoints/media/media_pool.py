@@ -129,6 +129,7 @@ class _Worker:
         self._setup = setup
         self._process: asyncio.subprocess.Process | None = None
         self._is_lost = False  # it did not respond
+        self._is_late = False  # it did not respond in time
 
     @property
     def is_alive(self) -> bool:
@@ -137,7 +138,7 @@ class _Worker:
 
     async def start(self) -> dict[str, tuple[str, str]]:
         """Start the process. -> `Ready.tokens`."""
-        self._is_lost = False
+        self._is_lost = self._is_late = False
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             str(os.getpid()),
@@ -148,6 +149,8 @@ class _Worker:
         response = await self.ask(msgspec.msgpack.encode(self._setup), START_SECONDS)
         if isinstance(response, Refused):
             raise ConfigurationError(response.sentence)
+        if self._is_late:  # it has logged no cause
+            raise RuntimeError(f"a media process did not start within {START_SECONDS:g} s; lower media.processes, or the machine's load")
         if not isinstance(response, Ready):
             raise RuntimeError("a media process failed to start; the cause is in the log")
         return response.tokens
@@ -165,6 +168,7 @@ class _Worker:
                 if size <= MAX_RESPONSE:
                     return _decoder.decode(await reader.readexactly(size))
         except TimeoutError:
+            self._is_late = True
             self._kill()
         except (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError):
             pass

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from frame.entrypoints.media import media_service
+from frame.entrypoints.media import media_pool, media_service
 from frame.entrypoints.media.media_pool import FatalFileError, MediaPool
 from frame.entrypoints.media.media_process import Job, select_options
 from frame.entrypoints.media.media_service import MediaInputError, MediaPart, MediaService, PreparedMedia, make_digest
@@ -176,6 +177,13 @@ async def test_the_pool_alone(service: MediaService) -> None:
         await service.pool.decode(Job("image", b"crash", {}))
     decoded = await service.pool.decode(Job("image", b"well", {}))
     os.unlink(decoded.path)  # noqa: PTH108 - of a test
+
+
+async def test_a_start_that_takes_too_long_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_pool, "START_SECONDS", 0.1)
+    pool = MediaPool(make_hostile(tmp_path / "model", processes=1), tmp_path, (sys.executable, "-S", "-c", "import time; time.sleep(600)"))
+    with pytest.raises(RuntimeError, match=r"did not start within 0\.1 s"):
+        await pool.start()
 
 
 async def test_options_go_to_their_modality() -> None:

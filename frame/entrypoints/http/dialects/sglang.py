@@ -57,12 +57,11 @@ class ParseCallsRequest(RequestBody):
 
 class OpenSessionRequest(RequestBody):
     """`capacity_of_str_len`: most tokens of a request's prompt and output that are kept. `timeout`:
-    seconds without a request after which the session is closed. `streaming` has no effect."""
+    seconds without a request after which the session is closed."""
 
     capacity_of_str_len: int = Field(ge=1)
     session_id: str | None = None
     timeout: float | None = None
-    streaming: bool | None = None
 
 
 class CloseSessionRequest(RequestBody):

@@ -133,7 +133,9 @@ async def _load(services: Services, request: LoadBody) -> AdapterRegistry:
 
 
 async def _unload(services: Services, request: UnloadBody) -> AdapterRegistry:
-    registry = _registry(services)
+    registry, settings = _registry(services), services.resolved.user.adapters
+    if not settings.folders and not settings.uploads:
+        raise ApiError(403, "this server's adapters are fixed; start it with --lora-folders FOLDER or --lora-uploads", code="loads_off")
     try:
         await registry.unload(request.lora_name, request.tenant(), request.mode == "abort")
     except UnknownAdapterError:

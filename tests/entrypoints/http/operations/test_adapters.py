@@ -59,6 +59,11 @@ async def test_a_folder_elsewhere_is_refused_without_a_hint(tmp_path: Path) -> N
 async def test_routes_are_off_unless_configured(tmp_path: Path) -> None:
     body = {"lora_name": "sql", "lora_path": str(make_adapter(tmp_path / "a"))}
     async with serving({"adapters": {"enabled": True}}) as server:
+        await server.services.adapters.load_folder("sql", body["lora_path"])  # type: ignore[union-attr]
+        for path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):
+            reply = await server.post(path, {"lora_name": "sql"})
+            assert (reply.status, reply.json()["error"]["code"]) == (403, "loads_off")
+        assert (await server.request("GET", "/v1/models/sql")).status == 200
         reply = await server.post("/v1/load_lora_adapter", body)
         assert (reply.status, reply.json()["error"]["code"]) == (403, "folders_off")
         reply = await server.request("PUT", "/v1/lora_adapters/x", form(config=CONFIG, tensors=tensors(b"1")), FORM)

@@ -114,7 +114,9 @@ async def test_nothing_is_kept_where_the_share_is_0() -> None:
 
 async def test_a_session_continues_from_an_earlier_request() -> None:
     async with serving() as server:
-        name = await send(server, "/open_session", {"capacity_of_str_len": 1000, "timeout": 60})
+        reply = await server.post("/open_session", {"capacity_of_str_len": 1000, "timeout": 60, "streaming": True})
+        name, ignored = reply.json(), reply.headers["x-frame-ignored-fields"]
+        assert ignored == "streaming"
 
         async def ask(ids: list[int], **params: Any) -> dict[str, Any]:
             body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True, "temperature": 0}}
