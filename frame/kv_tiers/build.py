@@ -22,7 +22,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.cache_groups import RESERVED_PAGES
 from frame.core.interfaces.kv_tier import BlockMover, KVTier, KVTierCapabilities, KVTierContext, TransferSettings
 from frame.core.interfaces.parallel import ONE_RANK, ParallelPlan
-from frame.core.interfaces.platform import HOST, Platform, SupportsPinning, SupportsStreams
+from frame.core.interfaces.platform import Platform, SupportsPinning, SupportsStreams
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.host.authenticated_link import read_key
 from frame.host.kept_memory import KeptMemory, open_kept
@@ -221,11 +221,12 @@ def open_tiers(settings: TierSettings, pool: KVPool, platform: Platform, rank: i
     return RankTiers(tiers, mover, pool_bytes, identity)
 
 
-def check_tiers(settings: TierSettings, geometry: KVGeometry, num_pages: int, rank: int) -> None:
-    """Open the tiers of a rank and close them, without its pool. Raises as `open_tiers`."""
+def check_tiers(settings: TierSettings, geometry: KVGeometry, num_pages: int, rank: int, platform: Platform) -> None:
+    """Open the tiers of a rank and close them, without its pool, as on its platform: a tier may use
+    the memory of the device. Raises as `open_tiers`."""
     check_groups(geometry, settings)
-    pool = KVPool(geometry, RESERVED_PAGES + 1, HOST.device)
-    opened = open_tiers(settings, pool, HOST, rank, num_pages)
+    pool = KVPool(geometry, RESERVED_PAGES + 1, platform.device)
+    opened = open_tiers(settings, pool, platform, rank, num_pages)
     for tier in opened.tiers:
         tier.close()
     opened.mover.close()

@@ -56,6 +56,7 @@ class TierController:
         if self.is_busy:
             self._take_results()
         self._stores.write_back()
+        self._loads.begin_step()
         self._update_busy()
 
     def _take_results(self) -> None:
@@ -93,8 +94,8 @@ class TierController:
         if len(keys) + self._set.page_size > request.prompt_len and (started := self._started.pop(request.rid, None)) is not None:
             self._measure_prefill(request, self._set.clock() - started)
         chain = self._keys.extend(request, keys)
-        self._stores.offer(chain, keys, request.namespace, at_once=request.pin is not None)
         self._transfers.keep_blocks(request, chain)
+        self._stores.offer(chain, keys, request.namespace, at_once=request.pin is not None)
         self._update_busy()
 
     def invalidate_blocks(self) -> None:

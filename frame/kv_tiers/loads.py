@@ -22,7 +22,6 @@ from frame.kv_tiers.tier_set import NO_PAGES, TierSet
 if TYPE_CHECKING:
     import torch
 
-RETRY_SECONDS = 0.01  # between two tries to begin the load of a transfer, each of which takes pages and returns them
 DEADLINE_MARGIN = 1.0  # seconds that a request waits longer than the computation of its prefix takes
 MAX_EXTENSIONS = 4  # by this margin, of the wait for a peer that goes on to send blocks
 HASHED_BLOCKS = 8192  # most blocks that one call hashes, since a step waits meanwhile
@@ -100,7 +99,7 @@ class Wait:
     load: Load | None = None
     computes: bool = False  # it waits for no load until it has started
     deadline: float | None = None  # seconds of the clock; None: it has not waited
-    retry_at: float = 0.0  # seconds of the clock, before which it is not looked up again
+    lacks: tuple[int, int] | None = None  # the tier that had no room for its load, and the blocks
     num_extensions: int = 0  # of the deadline
     num_received: float = 0.0  # bytes that peers had sent when the deadline was set
     loaded: dict[str, int] = field(default_factory=dict)  # tokens, by tier
@@ -123,6 +122,7 @@ class PrefixLoads:
         self._loads: dict[int, Load] = {}  # by job
         self._by_key: dict[bytes, Load] = {}  # by the key of the first block
         self._waits: dict[str, Wait] = {}  # by request id
+        self._is_short = False  # a request of this step has found no room: those after it are not tried
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -137,6 +137,10 @@ class PrefixLoads:
 
     # requests -------------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """Requests that found no room may be tried again, in the order of the queue."""
+        self._is_short = False
+
     def may_start(self, request: Request) -> bool:
         """See `RequestTiers.may_start`."""
         if request.wants_prompt_logprobs or request.num_tokens < max(2, self._set.options.min_load_tokens):
@@ -147,8 +151,8 @@ class PrefixLoads:
         if not wait.computes and wait.load is None:
             if wait.deadline is not None and self._set.clock() >= wait.deadline:
                 wait.computes = True
-                self.num_late += wait.retry_at > 0 and not wait.loaded  # else it waited for a place
-            elif self._set.clock() >= wait.retry_at:
+                self.num_late += wait.lacks is not None and not wait.loaded  # else it waited for a place
+            elif wait.lacks is None or not self._lacks_room(*wait.lacks):
                 self._look_up(request, wait)
         return wait.computes
 
@@ -175,6 +179,14 @@ class PrefixLoads:
         load.rids.discard(rid)
         if not load.rids and not load.is_writing:
             self._abandon(load)
+
+    def _lacks_room(self, index: int, count: int) -> bool:
+        """Whether a tier has no room to read so many blocks of a peer, or has none left by requests
+        that come first."""
+        if not self._is_short:
+            room = self._set.count_room(index, is_store=False)
+            self._is_short = room is not None and room < count
+        return self._is_short
 
     def _look_up(self, request: Request, wait: Wait) -> None:
         """Begin a load for a request, let it join one, or decide that it computes. It stays
@@ -206,14 +218,33 @@ class PrefixLoads:
             if groups is None:
                 end = min(end, first + room)
             if (min(end, first + room) - first) * size < minimum or not self._has_room(first, end, room):
+                self._note_shortage(request, wait)
                 return
-            load = self._begin(request, tokens, chain, match, [min(each, end) for each in ends])
-        if load is None:
-            wait.computes = request.transfer is None or not request.transfer.host  # else it is tried again until the deadline
-            wait.retry_at = self._set.clock() + RETRY_SECONDS
-            return
+            load = self._try_to_begin(request, wait, tokens, chain, match, [min(each, end) for each in ends])
+            if load is None:
+                return
         load.rids.add(request.rid)
         wait.load = load
+
+    def _try_to_begin(
+        self, request: Request, wait: Wait, tokens: np.ndarray, chain: BlockKeys, match: Match, ends: Sequence[int]
+    ) -> Load | None:
+        """None: there is no room; the request computes, or waits until its deadline where a peer
+        has the blocks."""
+        first = len(match.pages)
+        index, end = next((index, end) for index, end in enumerate(ends) if end > first)
+        waits = _expects_blocks(request)
+        load = None if waits and self._lacks_room(index, end - first) else self._begin(request, tokens, chain, match, ends)
+        wait.lacks = None
+        if load is None:
+            wait.computes = not waits
+            self._note_shortage(request, wait, index, end - first)
+        return load
+
+    def _note_shortage(self, request: Request, wait: Wait, index: int = 0, count: int = 0) -> None:
+        """A request whose blocks are at a peer waits for room, and so do those after it."""
+        if _expects_blocks(request):
+            wait.lacks, self._is_short = (index, count), True
 
     def _has_room(self, first: int, end: int, room: int) -> bool:
         """Whether other loads leave room for the pages of all cache groups."""
@@ -414,3 +445,8 @@ class PrefixLoads:
         for rid in load.rids:
             self._waits[rid].load, self._waits[rid].computes = None, computes
         load.rids.clear()
+
+
+def _expects_blocks(request: Request) -> bool:
+    """Whether another server has blocks of the request's prompt."""
+    return request.transfer is not None and bool(request.transfer.host)

@@ -130,15 +130,19 @@ class BlockStores:
         first, count = chain.num_stored, chain.num_allowed
         if self._set.groups is not None:
             return self._store_match(self._set.groups, chain, cache_keys, namespace)
-        gaps: dict[int, tuple[int, int]] = {}  # by tier: the blocks that it lacks
+        gaps, short = dict[int, tuple[int, int]](), count  # by tier: the blocks that it lacks; the first without room
         for index, named in enumerate(self._set.tiers):
             end = min(count, named.limit_blocks(chain))
             start = first + named.tier.match(chain.keys[first:end]) if first < end else end
             self._set.report_stored(index, chain.keys[first:start], cache_keys[: start * self._set.page_size], namespace)
-            if start < end:
-                gaps[index] = start, end
+            room = self._set.count_room(index, is_store=True) if start < end else None
+            stop = end if room is None else min(end, start + room)
+            self.num_dropped += end - stop
+            short = min(short, stop) if stop < end else short
+            if start < stop:
+                gaps[index] = start, stop
         if not gaps:
-            return count
+            return short
         begin, end = min(start for start, _ in gaps.values()), max(end for _, end in gaps.values())
         kept = min(end, begin + self._set.max_pages - sum(store.num_blocks for store in self._stores.values()))
         cache = self._set.kv_manager.cache
@@ -151,7 +155,7 @@ class BlockStores:
         cache.lock(match.handle)
         if not self._begin(chain.keys, match.pages, match, (begin, kept), gaps, (cache_keys, namespace)):
             cache.unlock(match.handle)
-        return count if kept == end else kept
+        return short if kept == end else min(short, kept)
 
     def _store_match(self, groups: GroupBlocks, chain: BlockKeys, cache_keys: np.ndarray, namespace: str) -> int:
         """As `_store`, of a model with several cache groups: the longest match of the allowed

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -29,6 +29,15 @@ class TierEvents(Protocol):
     def record_tier_removed(self, place: tuple[int, str], names: Sequence[bytes]) -> None: ...
     def record_tiers_cleared(self) -> None: ...
     def record_written_back(self, pages: np.ndarray, names: Sequence[bytes]) -> None: ...
+
+
+@runtime_checkable
+class CountsRoom(Protocol):
+    """A tier that tells for how many blocks it has room: then leading blocks are stored where there
+    is no room for all, and no load is begun in vain."""
+
+    def count_room(self, *, is_store: bool) -> int | None:
+        """Blocks for which `store`, or else `load`, has buffers now; None: it is not limited."""
 
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
@@ -129,6 +138,11 @@ class TierSet:
 
     def _place(self, index: int) -> tuple[int, str]:
         return index, self.tiers[index].medium
+
+    def count_room(self, index: int, *, is_store: bool) -> int | None:
+        """See `CountsRoom.count_room`; None also where the tier does not tell."""
+        tier = self.tiers[index].tier
+        return tier.count_room(is_store=is_store) if isinstance(tier, CountsRoom) else None
 
     def is_from_peer(self, indexes: Iterable[int]) -> bool:
         """Whether one of these tiers reads blocks of other servers' prompts."""

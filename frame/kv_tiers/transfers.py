@@ -44,8 +44,9 @@ class RequestTransfers:
             self._tier.open_transfer(transfer, chain.keys[: transfer.num_blocks])
 
     def keep_blocks(self, request: Request, chain: BlockKeys) -> None:
-        """Blocks of a request were offered to the tiers: once they are those of the whole prompt, a
-        peer may read them."""
+        """Blocks of a request are about to be offered to the tiers: once they are those of the
+        whole prompt, a peer may read them. Those that a tier has are kept before the store of the
+        others, which would evict them."""
         transfer = request.transfer
         if transfer is None or self._tier is None or transfer.host or len(chain.keys) < transfer.num_blocks:
             return

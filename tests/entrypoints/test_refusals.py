@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from frame import Engine
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.cli.main import cli
+from frame.host.authenticated_link import KEY_VARIABLE
 
 Break = Callable[[Path], object]
 FIGURES = re.compile(r"\d+\.\d+ GiB|\d+ tokens of|try cache\.\w+: [\d.]+")  # of the memory that is free at the moment
@@ -201,6 +202,16 @@ def test_the_check_prints_what_it_checked(checkpoint: Path) -> None:
     result = CliRunner().invoke(cli, ["config", "check", "--model", str(checkpoint), "--device", "cpu", "--port", "0"])
     assert result.exit_code == 0, result.output
     for words in ("tokenizer: ", "weights: names and shapes", "tokens of KV cache", "not checked: values of weights"):
+        assert words in result.output
+
+
+def test_the_check_says_that_no_blocks_are_transferred(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nixl_cu13")
+    monkeypatch.setenv(KEY_VARIABLE, "0123456789abcdef")
+    flags = ["--disaggregation-mode", "decode", "--set", "plugins.options.kv_tier/nixl.size_gib=0.01"]
+    result = CliRunner().invoke(cli, ["config", "check", "--model", str(checkpoint), "--device", "cpu", "--port", "0", *flags])
+    assert result.exit_code == 0, result.output
+    for words in ("memory as on cpu", "what a step computes, and transfers of blocks between two servers"):
         assert words in result.output
 
 

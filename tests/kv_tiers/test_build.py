@@ -17,7 +17,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.cache_groups import CacheTensor, LayerCache
 from frame.core.interfaces.kv_tier import KVTierCapabilities, KVTierContext
 from frame.core.interfaces.parallel import ParallelPlan
-from frame.core.interfaces.platform import HOST, PlatformContext, SupportsPinning
+from frame.core.interfaces.platform import HOST, Platform, PlatformContext, SupportsPinning
 from frame.core.interfaces.plugin import Anything
 from frame.core.kv_cache.geometry import group_layers
 from frame.core.kv_cache.kv_pool import KVPool
@@ -28,6 +28,7 @@ from frame.kv_tiers.build import (
     ControllerBuilder,
     TierSettings,
     allocate,
+    check_tiers,
     describe_blocks,
     digest_model,
     divide_options,
@@ -99,6 +100,23 @@ def test_memory_is_pinned_for_the_device_of_the_rank() -> None:
     settings = TierSettings([ChosenTier("pinned", KVTierCapabilities(), create)], "model", b"secret", "write_through", 1)
     open_tiers(settings, pool, Pinning(PlatformContext())).mover.close()
     assert calls == ["activate", "pin"]
+
+
+@pytest.mark.parametrize("platform", [HOST, FakePlatform(PlatformContext())], ids=["host", "device"])
+def test_a_check_opens_the_tiers_of_the_platform_that_will_run(platform: Platform) -> None:
+    """One with transfers has its blocks in the memory of the device there."""
+    checked: list[Platform | None] = []
+
+    class Checked:
+        def __init__(self, context: KVTierContext) -> None:
+            checked.append(context.platform)
+
+        def close(self) -> None:
+            checked.append(None)
+
+    settings = TierSettings([ChosenTier("one", KVTierCapabilities(), Checked)], "model", b"secret", "write_through", 1)  # type: ignore[arg-type]
+    check_tiers(settings, make_geometry("uniform", 16), 8, 0, platform)
+    assert checked == [platform, None]
 
 
 @pytest.mark.parametrize(

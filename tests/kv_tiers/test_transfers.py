@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+import torch
+
 from frame.core.interfaces.kv_tier import KVTransfer
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.kv_tiers.loads import RETRY_SECONDS
+from frame.core.scheduling.request import Request
+from frame.kv_tiers.loads import PrefixLoads, Wait
 from tests.core.scheduling.small_rig import config, policy
 from tests.kv_tiers.tier_rig import MemoryTier, TierRig
 
@@ -18,15 +22,29 @@ KEPT, EXPECTED = KVTransfer("lease", num_blocks=6), KVTransfer("lease", "host", 
 
 
 class TransferTier(MemoryTier):
-    """Implements `SupportsTransfers`. `peer`: the prefill server's tier. `is_full`: it takes no
-    transfer."""
+    """Implements `SupportsTransfers` and `CountsRoom`. `peer`: the prefill server's tier. `room`:
+    blocks that it has buffers for; None: for all."""
 
     def __init__(self, block_bytes: int, max_blocks: int = 1000, max_jobs: int = 100) -> None:
         super().__init__(block_bytes, max_blocks, max_jobs)
         self.peer: TransferTier | None = None
         self.open: dict[str, list[bytes]] = {}
         self.num_opened = 0
-        self.num_received = 0
+        self.num_received = self.num_asked = 0
+        self.room: int | None = None
+
+    def count_room(self, *, is_store: bool) -> int | None:
+        self.num_asked += 1
+        return self.room
+
+    def load(self, job: int, keys: Sequence[bytes]) -> Sequence[torch.Tensor] | None:
+        assert self.room is None or len(keys) <= self.room, "it is asked in vain"
+        return super().load(job, keys)
+
+    def store(self, job: int, keys: Sequence[bytes]) -> Sequence[torch.Tensor | None] | None:
+        assert self.room is None or len(keys) <= self.room, "it is asked in vain"
+        self.room = None if self.room is None else self.room - len(keys)
+        return super().store(job, keys)
 
     def open_transfer(self, transfer: KVTransfer, keys: Sequence[bytes]) -> None:
         assert transfer.lease not in self.open
@@ -35,7 +53,8 @@ class TransferTier(MemoryTier):
         self.num_opened += 1
         if self.peer is not None:
             for key, source in zip(keys, self.peer.open.pop(transfer.lease, ()), strict=False):
-                self.blocks[key] = self.peer.blocks[source]
+                if source in self.peer.blocks:
+                    self.blocks[key] = self.peer.blocks[source]
 
     def close_transfer(self, lease: str) -> None:
         for key in self.open.pop(lease, ()):
@@ -97,6 +116,33 @@ def test_a_prompt_is_kept_when_all_of_it_is_computed() -> None:
     assert len(rig.tier.open["lease"]) == 6
 
 
+def test_leading_blocks_are_kept_where_there_is_no_room_for_all() -> None:
+    """The decode server computes the rest."""
+    prefill = TransferRig(config(), policy())
+    prefill.tier.room = 4
+    prefill.add(PROMPT, ONE, transfer=KEPT)
+    prefill.run_until(lambda: bool(prefill.tier.open) and not prefill.controller._stores)
+    assert prefill.tier.match(prefill.tier.open["lease"]) == 4
+    assert prefill.load["tier_dropped_blocks"] == 2
+    decode = make_decode(prefill)
+    rid = decode.add(PROMPT, PARAMS, transfer=EXPECTED)
+    decode.run_until(lambda: decode.requests[rid].finish is not None)
+    assert decode.requests[rid].cached == 16
+    decode.run()
+
+
+def test_blocks_that_found_no_room_are_stored_with_later_ones() -> None:
+    """Tokens of the output complete another page."""
+    rig = TransferRig(config(), policy())
+    rig.tier.room = 1
+    rid = rig.add(PROMPT, PARAMS, transfer=KEPT)
+    rig.run_until(lambda: rig.tier.num_opened > 0)
+    rig.tier.room = 100
+    rig.run_until(lambda: rig.requests[rid].finish is not None)
+    rig.run_until(lambda: not rig.controller._stores)
+    assert rig.tier.match(rig.tier.open["lease"]) == 6
+
+
 def test_the_prompt_is_read_from_the_peer() -> None:
     decode = make_decode(make_prefill())
     rid = decode.add([*PROMPT], PARAMS, transfer=EXPECTED)
@@ -151,18 +197,44 @@ def test_a_load_is_waited_for_while_blocks_arrive() -> None:
         decode.run()
 
 
-def test_a_transfer_without_room_is_tried_again() -> None:
-    decode = make_decode(make_prefill())
-    decode.tier.max_jobs = 0
-    rid = decode.add(PROMPT, PARAMS, transfer=EXPECTED)
-    for _ in range(3):
-        decode.step()
-    decode.tier.max_jobs = 100
+@pytest.mark.parametrize("tells", [True, False])
+def test_transfers_without_room_wait_in_turn(tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While there is no room, a step tries the first request alone, and none where the tier tells
+    that there is none; no page is taken."""
+    decode, looked_up, num_requests = TransferRig(config(), policy()), list[str](), 40
+    look_up = PrefixLoads._look_up
+
+    def count_look_up(self: PrefixLoads, request: Request, wait: Wait) -> None:
+        looked_up.append(request.rid)
+        look_up(self, request, wait)
+
+    monkeypatch.setattr(PrefixLoads, "_look_up", count_look_up)
+    if tells:
+        decode.tier.room = 5
+    else:
+        decode.tier.max_jobs = 0
+    prompts = [[number, *PROMPT[1:]] for number in range(num_requests)]
+    transfers = [KVTransfer(f"{number}", "host", 1, 6) for number in range(num_requests)]
+    prefill = TransferRig(config(), policy())
+    for prompt, transfer in zip(prompts, transfers, strict=True):
+        prefill.add(prompt, ONE, transfer=KVTransfer(transfer.lease, num_blocks=6))
+    prefill.run_until(lambda: len(prefill.tier.open) == num_requests and not prefill.controller._stores, 1000)
+    decode.tier.peer = prefill.tier
+    looked_up.clear()
+    rids = [decode.add(prompt, PARAMS, transfer=transfer) for prompt, transfer in zip(prompts, transfers, strict=True)]
     decode.step()
-    assert decode.requests[rid].finish is None and not decode.tier.loads, "not within 10 ms"
-    decode.now += RETRY_SECONDS
-    decode.run_until(lambda: decode.requests[rid].finish is not None)
-    assert (decode.requests[rid].cached, decode.load["tier_late_loads"]) == (24, 0)
+    assert sorted(looked_up) == sorted(rids), "each is looked up once, for its deadline"
+    looked_up.clear()
+    decode.tier.num_asked = 0
+    for _ in range(10):
+        decode.step()
+    assert len(looked_up) <= (0 if tells else 20)
+    assert set(looked_up) <= {rids[0]}
+    assert decode.tier.num_asked <= 20
+    decode.tier.room, decode.tier.max_jobs = None, 100
+    decode.run_until(lambda: all(decode.requests[rid].finish is not None for rid in rids), 2000)
+    assert all(decode.requests[rid].cached == 24 for rid in rids)
+    assert decode.load["tier_late_loads"] == 0
     decode.run()
 
 

@@ -50,7 +50,8 @@ def check(ctx: click.Context, loaded: LoadedConfig) -> None:
     for kind, choices in sorted(resolved.plugins.items()):
         click.echo(f"  {kind}: {', '.join(choice.name for choice in choices) or 'none'}")
     click.echo("\n".join(["checked:", *(f"  {line}" for line in ("settings, and the imports of plugins", *checked))]))
-    click.echo("not checked: values of weights, and what a step computes")
+    transfers = "" if resolved.user.disaggregation.mode is None else ", and transfers of blocks between two servers"
+    click.echo(f"not checked: values of weights, and what a step computes{transfers}")
 
 
 @config_command(help="Print value, source and reason of settings. Also lists rejected plugins. KEY: a setting or a section.")

@@ -184,8 +184,8 @@ def _check_engine(prepared: Prepared, report: Callable[[str], None]) -> None:
             if tiers is not None:
                 from frame.kv_tiers.build import check_tiers
 
-                check_tiers(tiers, rank.geometry, plan.tokens // resolved.page_size, stage * resolved.plan.tp)
-                report(f"{where}KV cache tiers: sizes, folders and their owners")
+                check_tiers(tiers, rank.geometry, plan.tokens // resolved.page_size, stage * resolved.plan.tp, platform)
+                report(f"{where}KV cache tiers: sizes, folders and their owners, and memory as on {resolved.device}")
         if rank.check_weights():
             report(f"{where}weights: names and shapes of all tensors, by the headers of their files")
         else:

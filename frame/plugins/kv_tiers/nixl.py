@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +27,7 @@ from frame.plugins.kv_tiers.buffers import GIB, BufferPool, compute_digest, coun
 from frame.plugins.kv_tiers.device_buffers import DeviceChecksums, DevicePool
 from frame.plugins.kv_tiers.host import HostBlock, HostJob, HostTier, count_host_blocks
 from frame.plugins.kv_tiers.lease_server import Lease, LeaseServer
-from frame.plugins.kv_tiers.nixl_agent import NixlAgent
+from frame.plugins.kv_tiers.nixl_agent import NixlAgent, UnfinishedReadError
 from frame.plugins.kv_tiers.peer_links import LeasedBlocks, PeerLinks
 from frame.plugins.kv_tiers.threaded_tier import CLOSE_SECONDS, MAX_JOBS, BlockError
 
@@ -59,10 +58,12 @@ class _Incoming:
 
 @dataclass(eq=False, slots=True)
 class _Reading(HostJob):
-    """A load from a peer. `is_doubtful`: a read has begun that has not ended well."""
+    """A load from a peer. `is_doubtful`: a read has begun that has not ended well. `unfinished`: it
+    was given up."""
 
     incoming: _Incoming = field(kw_only=True)
     is_doubtful: bool = False
+    unfinished: UnfinishedReadError | None = None
     ended: float = 0.0  # when its result was told, seconds
 
 
@@ -101,7 +102,7 @@ class NixlTier(HostTier):
         self._num_closing = 0  # closed transfers whose blocks are being read
         self._links: PeerLinks | None = None
         self._counts, self._lock, self._is_closed = _Counts(), threading.Lock(), threading.Event()
-        self._quarantine: deque[tuple[float, Sequence[torch.Tensor]]] = deque()  # buffers, and when they are free
+        self._quarantine: list[tuple[float, _Reading]] = []  # jobs whose buffers may still be written, and until when at least
         transfer = context.transfer
         if transfer is not None:
             properties = {
@@ -157,10 +158,21 @@ class NixlTier(HostTier):
 
     def store(self, job: int, keys: Sequence[bytes]) -> Sequence[torch.Tensor | None] | None:
         if self._links is None:
-            return super().store(job, keys)
+            buffers = super().store(job, keys)
+            for lease in self._leases.values():
+                if not lease.is_taken:
+                    self._pin(lease)
+            return buffers
         nothing: list[torch.Tensor | None] = [None] * len(keys)
         self._add_job(HostJob(job, tuple(keys), nothing, is_store=True, blocks=[None] * len(keys)))
         return nothing
+
+    def count_room(self, *, is_store: bool) -> int | None:
+        """See `CountsRoom.count_room`. A decode server has no room to store, and a prefill server
+        reads blocks where they are."""
+        if is_store == (self._links is not None):
+            return None
+        return self._pool.num_free + self._index.num_unused if len(self._jobs) < MAX_JOBS else 0
 
     def note_copied(self, job: int) -> None:
         """In any thread: the buffers of a store are full, and `finish` follows. Peers that wait for
@@ -256,7 +268,7 @@ class NixlTier(HostTier):
 
     def _pin(self, lease: Lease) -> None:
         """Keep the leading blocks of a lease that are stored or being stored."""
-        for key in lease.keys:
+        for key in lease.keys[len(lease.pinned) :]:
             if (block := self._index.get(key)) is not None:
                 self._index.add_users((key,), (block,))
             elif (block := self._storing.get(key)) is not None:
@@ -328,6 +340,7 @@ class NixlTier(HostTier):
             if not job.is_abandoned:
                 errors = self._read_blocks(job)
         except BlockError as error:
+            job.unfinished = error if isinstance(error, UnfinishedReadError) else None
             errors = {0: str(error)}
         except Exception as error:  # noqa: BLE001 - a defect fails the job, not the thread
             _log.exception("The tier nixl cannot read blocks")
@@ -382,19 +395,25 @@ class NixlTier(HostTier):
     def _release_load(self, job: HostJob) -> None:
         super()._release_load(job)
         if isinstance(job, _Reading):
-            buffers = [buffer for buffer in job.buffers if buffer is not None]
             if job.is_doubtful:
-                self._quarantine.append((time.monotonic() + QUARANTINE_SECONDS, buffers))
+                self._quarantine.append((time.monotonic() + QUARANTINE_SECONDS, job))
             else:
-                self._pool.return_buffers(buffers)
+                self._return_buffers(job)
             if job.ended and not job.errors:
                 self._count("insert", time.monotonic() - job.ended)
             job.incoming.num_jobs -= 1
             self._release(job.incoming)
 
     def _end_quarantine(self) -> None:
-        while self._quarantine and self._quarantine[0][0] <= time.monotonic():
-            self._pool.return_buffers(self._quarantine.popleft()[1])
+        """A peer that is stopped may go on at any time: a read that was given up is waited for."""
+        now = time.monotonic()
+        for entry in [entry for entry in self._quarantine if entry[0] <= now]:
+            if entry[1].unfinished is None or self._agent.has_ended(entry[1].unfinished):
+                self._quarantine.remove(entry)
+                self._return_buffers(entry[1])
+
+    def _return_buffers(self, job: _Reading) -> None:
+        self._pool.return_buffers(buffer for buffer in job.buffers if buffer is not None)
 
     def _release(self, incoming: _Incoming) -> None:
         """Tell the peer once nothing reads the blocks of a closed transfer."""

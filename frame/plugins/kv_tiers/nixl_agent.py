@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib
 import logging
 import secrets
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,14 @@ if TYPE_CHECKING:
     import torch
 
 _POLL_SECONDS = 0.0001  # between two looks at a transfer
+
+
+class UnfinishedReadError(BlockError):
+    """A read was given up, and may still write to its memory: see `NixlAgent.has_ended`."""
+
+    def __init__(self, peer: str, transfer: Any) -> None:
+        super().__init__("NIXL has not read from the prefill server in time")
+        self.peer, self.transfer = peer, transfer
 
 
 class NixlAgent:
@@ -46,6 +56,9 @@ class NixlAgent:
             sentence = f"kv_tier/nixl cannot use NIXL ({type(error).__name__}: {error}); install nixl-cu13 anew, or leave out"
             raise ConfigurationError(f"{sentence} disaggregation.mode") from error
         self._registered: list[Any] = []
+        self._lock = threading.Lock()
+        self._reads: Counter[str] = Counter()  # by peer: those that may write to this process's memory
+        self._removed: set[str] = set()  # peers to forget once they have no reads
 
     @property
     def num_registered(self) -> int:
@@ -70,31 +83,73 @@ class NixlAgent:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove_peer(self, name: str) -> None:
-        """Forget a peer. Reads of it that are under way fail."""
+        """Forget a peer, once all reads of it have ended. NIXL has no state of the reads of a peer
+        that it does not know, and UCX still carries them out."""
+        with self._lock:
+            self._removed.add(name)
+        self._forget_removed(name)
+
+    def is_removing(self, name: str) -> bool:
+        """Whether a peer that was removed has reads that have not ended."""
+        with self._lock:
+            return name in self._removed
+
+    def read(self, peer: str, local: np.ndarray, remote: np.ndarray, is_stopped: Callable[[], bool]) -> None:
+        """Read from a peer's memory, and wait for it. local, remote: uint64 [n, 3] of (address,
+        bytes, device). Until it returns, the local memory may be written. Raises BlockError, and
+        UnfinishedReadError where `is_stopped` before the end."""
+        agent, state, transfer = self._agent, "", None
+        with self._lock:
+            self._reads[peer] += 1
+        try:
+            places = (agent.get_xfer_descs(each, self._kind) for each in (local, remote))
+            transfer = agent.initialize_xfer("READ", *places, peer)
+            state = agent.transfer(transfer)
+            while state == "PROC" and not is_stopped():
+                time.sleep(_POLL_SECONDS)
+                state = agent.check_xfer_state(transfer)
+        except Exception as error:
+            state = "ERR"
+            raise BlockError(f"NIXL cannot read from the prefill server: {error}") from error
+        finally:
+            if state != "PROC":
+                self._end_read(peer, transfer)
+        if state == "PROC":
+            raise UnfinishedReadError(peer, transfer)
+        if state != "DONE":
+            raise BlockError("NIXL cannot read from the prefill server: the transfer has failed")
+
+    def has_ended(self, read: UnfinishedReadError) -> bool:
+        """Whether a read that was given up does not write to its memory any more. It is not asked
+        about again then."""
+        try:
+            if self._agent.check_xfer_state(read.transfer) == "PROC":
+                return False
+        except Exception as error:  # noqa: BLE001 - the peer is gone
+            logging.getLogger(__name__).info("a read that was given up has failed: %s", error)
+        self._end_read(read.peer, read.transfer)
+        return True
+
+    def _end_read(self, peer: str, transfer: Any) -> None:
+        try:
+            if transfer is not None:
+                self._agent.release_xfer_handle(transfer)
+        except Exception as error:  # noqa: BLE001 - it has ended
+            logging.getLogger(__name__).info("NIXL cannot release a transfer: %s", error)
+        with self._lock:
+            self._reads[peer] -= 1
+        self._forget_removed(peer)
+
+    def _forget_removed(self, name: str) -> None:
+        with self._lock:
+            if name not in self._removed or self._reads[name] > 0:
+                return
+            self._removed.discard(name)
+            del self._reads[name]
         try:
             self._agent.remove_remote_agent(name)
         except Exception as error:  # noqa: BLE001 - it is gone
             logging.getLogger(__name__).info("NIXL cannot forget a peer: %s", error)
-
-    def read(self, peer: str, local: np.ndarray, remote: np.ndarray, is_stopped: Callable[[], bool]) -> None:
-        """Read from a peer's memory, and wait for it. local, remote: uint64 [n, 3] of (address,
-        bytes, device). Until it returns, the local memory may be written. Raises BlockError, also
-        where `is_stopped` before the end; the memory may still be written for a while then."""
-        agent = self._agent
-        try:
-            places = (agent.get_xfer_descs(each, self._kind) for each in (local, remote))
-            transfer = agent.initialize_xfer("READ", *places, peer)
-            try:
-                state = agent.transfer(transfer)
-                while state == "PROC" and not is_stopped():
-                    time.sleep(_POLL_SECONDS)
-                    state = agent.check_xfer_state(transfer)
-            finally:
-                agent.release_xfer_handle(transfer)
-        except Exception as error:
-            raise BlockError(f"NIXL cannot read from the prefill server: {error}") from error
-        if state != "DONE":
-            raise BlockError("NIXL cannot read from the prefill server: the transfer has failed")
 
     def close(self) -> None:
         """Withdraw the registered memory."""

@@ -24,6 +24,7 @@ from frame.plugins.kv_tiers.threaded_tier import BlockError
 
 MAX_PEERS = 256
 CONNECT_SECONDS = 3.0
+_LOOK_SECONDS = 0.01  # between two looks at reads that end
 RETRY_SECONDS = 1.0  # after a failed connection, in which no other is tried
 Address = tuple[str, int]
 
@@ -46,6 +47,8 @@ class _Peer:
     waiting: dict[int, asyncio.Future[bytes]] = field(default_factory=dict)
     agent: str = ""
     num_registered: int = 0  # pieces of its memory that NIXL knows
+    is_dropped: bool = False
+    describing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class PeerLinks:
@@ -84,13 +87,20 @@ class PeerLinks:
         peer = await self._find_peer((transfer.host, transfer.port))
         asked = Acquire(transfer.lease, peer.num_registered)
         blocks = msgspec.msgpack.decode(await self._ask(peer, ACQUIRE, msgspec.msgpack.encode(asked)), type=Blocks)
-        if blocks.num_registered != peer.num_registered:
-            if blocks.description:
-                if peer.agent:
-                    self._agent.remove_peer(peer.agent)
-                peer.agent = self._agent.add_peer(blocks.description)
-            peer.num_registered = blocks.num_registered
+        async with peer.describing:
+            await self._describe(peer, blocks)
         return LeasedBlocks(peer.agent, blocks.device, blocks.addresses, blocks.digests)
+
+    async def _describe(self, peer: _Peer, blocks: Blocks) -> None:
+        """Let NIXL know the memory of a reply. Reads of memory that it knows end first."""
+        if blocks.num_registered > peer.num_registered and blocks.description:
+            if peer.agent:
+                self._agent.remove_peer(peer.agent)
+                while self._agent.is_removing(peer.agent):  # noqa: ASYNC110 - threads read
+                    await asyncio.sleep(_LOOK_SECONDS)
+            if peer.is_dropped:  # after the reply: nothing would forget its memory
+                raise LinkError("the link has ended")
+            peer.agent, peer.num_registered = self._agent.add_peer(blocks.description), blocks.num_registered
 
     async def _release(self, transfer: KVTransfer) -> None:
         with contextlib.suppress(OSError):
@@ -164,6 +174,7 @@ class PeerLinks:
             self._drop(address, peer, reason)
 
     def _drop(self, address: Address, peer: _Peer, reason: str) -> None:
+        peer.is_dropped = True
         for reply in peer.waiting.values():
             if not reply.done():
                 reply.set_exception(LinkError(reason))
@@ -171,5 +182,4 @@ class PeerLinks:
         if task is not None and task.done() and not task.cancelled() and task.exception() is None and task.result() is peer:
             del self._peers[address]
         if peer.agent:
-            with contextlib.suppress(BlockError):
-                self._agent.remove_peer(peer.agent)
+            self._agent.remove_peer(peer.agent)

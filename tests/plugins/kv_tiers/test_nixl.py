@@ -340,6 +340,30 @@ def test_a_block_that_changes_is_not_served() -> None:
         assert "has changed" in result.error
 
 
+def test_a_lease_keeps_what_is_stored_and_tells_how_much_room_there_is() -> None:
+    """Its leading blocks are not evicted for its later ones, and a decode server does not begin
+    loads in vain."""
+    keys, others = make_keys(NUM_BLOCKS + 8), make_keys(NUM_BLOCKS - 8, "other")
+    with open_pair() as pair:
+        assert pair.prefill.count_room(is_store=False) is pair.decode.count_room(is_store=True) is None
+        pair.store(keys[:8])
+        pair.store(others)
+        assert pair.prefill.count_room(is_store=True) == NUM_BLOCKS
+        transfer = pair.offer("one", keys)
+        assert pair.prefill.count_room(is_store=True) == NUM_BLOCKS - 8
+        pair.store(keys[8:NUM_BLOCKS])
+        assert pair.prefill.count_room(is_store=True) == 0
+        pair.decode.open_transfer(transfer, keys)
+        assert pair.decode.match(keys) == NUM_BLOCKS // 2
+        job, _ = pair.begin_load(keys[:16])
+        assert pair.decode.count_room(is_store=False) == NUM_BLOCKS - 16
+        assert wait_for(pair.decode, job).num_blocks == 16
+        pair.decode.finish(job)
+        assert pair.decode.count_room(is_store=False) == NUM_BLOCKS
+        result = pair.load(keys[16:])
+        assert (result.num_blocks, "no room" in result.error) == (NUM_BLOCKS - 16, True)
+
+
 def test_blocks_for_which_there_was_no_room_are_missing() -> None:
     keys = make_keys(6)
     with open_pair() as pair:
