@@ -15,7 +15,7 @@ import torch.nn.functional as F
 Item = dict[str, torch.Tensor]
 
 _GRIDS = {"image": ((1, 4, 6), (1, 2, 4)), "video": ((2, 4, 4), (3, 2, 4))}  # in patches
-_FRAMED = ("qwen3", "glm4")  # the prompt has a text before each frame of a video
+_FRAMED = ("qwen3_vl", "qwen3_5", "glm4")  # the prompt has a text before each frame of a video
 
 
 def make_items(folder: Path, modality: str) -> list[Item]:
@@ -86,7 +86,7 @@ def make_prompt(folder: Path, modality: str, counts: Sequence[int], frames: Sequ
     written = "image" if config["model_type"].startswith("glm") else modality  # GLM writes frames as images
     names = (f"{written}_token_id", f"{written}_token_index")
     placeholder = next(config[name] for name in names if name in config)
-    start = config.get("vision_start_token_id")
+    start = config.get("audio_start_token_id" if modality == "audio" else "vision_start_token_id")
     is_framed = modality == "video" and config["model_type"].startswith(_FRAMED)
     ids, rows, ends, row = [20, 31, 42, 53, 64], [-1] * 5, [0] * 5, 0
     for number, (count, frame_count) in enumerate(zip(counts, frames, strict=True)):

@@ -65,24 +65,23 @@ def run_reference(folder: Path, modality: str, items: list[Item], prompt: Prompt
     """-> (logits [tokens, vocab], inputs of the language model's layers [tokens, hidden], rotary
     positions int64 [3, tokens] or None)."""
     model = load_media_reference(folder)
-    seen: list[torch.Tensor] = []
+    seen: list[Any] = []
     text = model.model.language_model if hasattr(model, "model") else model.language_model.model
-    text.register_forward_pre_hook(lambda module, args, named: seen.append(named["inputs_embeds"]), with_kwargs=True)
+    text.register_forward_pre_hook(lambda module, args, named: seen.append(named), with_kwargs=True)
     arguments: dict[str, Any] = {**join_items(items), "input_ids": torch.tensor([prompt.token_ids])}
     arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
     has_rope = hasattr(getattr(model, "model", None), "get_rope_index")
-    if has_rope:
+    if type(model).__name__.startswith("Qwen3Omni"):
+        if modality == "video":
+            arguments["video_second_per_grid"] = torch.ones(len(items))
+    elif has_rope:
         arguments["mm_token_type_ids"] = prompt.kinds[None]
     if type(model).__name__ in SPANS:
         arguments["token_type_ids"] = prompt.kinds[None]
     with torch.inference_mode():
         logits = compute_logits(model, **arguments)
-        positions = None
-        if has_rope:
-            grids = {name: array for name, array in arguments.items() if name.endswith("grid_thw")}
-            named = {"input_ids": arguments["input_ids"], "mm_token_type_ids": prompt.kinds[None], **grids}
-            positions = model.model.get_rope_index(**named)[0][:, 0]
-    return logits, seen[0][0], positions
+    positions = seen[0]["position_ids"][-3:, 0].long() if has_rope else None
+    return logits, seen[0]["inputs_embeds"][0], positions
 
 
 @pytest.mark.parametrize(("architecture", "modality"), CASES)

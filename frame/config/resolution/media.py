@@ -108,7 +108,7 @@ def _find_readable(capabilities: Any, model_config: ModelConfig) -> tuple[str, .
     if not isinstance(capabilities, ModelCapabilities) or model_config.encoder_length:
         return ()
     full = model_config.full_config
-    return tuple(name for name in capabilities.modalities if _CONFIGS.get(name, "") in full or "thinker_config" in full)
+    return tuple(name for name in capabilities.modalities if _CONFIGS.get(name, "") in full)
 
 
 def _find_obstacles(

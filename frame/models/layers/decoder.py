@@ -379,7 +379,8 @@ class Decoder(CausalLM, nn.Module):
     def rename_weights(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
         """Add the prefix `model.` to the names of a checkpoint of the body alone, as embedding
         models are often saved, and remove that of a language model with image or audio encoders."""
-        for name, tensor in weights:
+        for stored, tensor in weights:
+            name = stored.removeprefix("thinker.")  # beside a model that speaks
             for prefix, replacement in WRAPPERS.items():
                 if name.startswith(prefix):
                     name = replacement + name.removeprefix(prefix)
