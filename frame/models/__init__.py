@@ -92,8 +92,9 @@ _DECODERS = (
         "qwen3_next",
         "qwen3_next:Qwen3NextForCausalLM",
         tuple(f"Qwen3{form}" for form in ("NextForCausalLM", "_5ForCausalLM", "_5ForConditionalGeneration"))
-        + tuple(f"Qwen3_5Moe{form}" for form in ("ForCausalLM", "ForConditionalGeneration")),
-        "Qwen3-Next, Qwen3.5 and Qwen3.6, dense and MoE",
+        + tuple(f"Qwen3_5Moe{form}" for form in ("ForCausalLM", "ForConditionalGeneration"))
+        + _media("MiniCPMV4_6"),
+        "Qwen3-Next, Qwen3.5 and Qwen3.6, dense and MoE, and MiniCPM-V 4.6",
     ),
     ("llama4", "llama4:Llama4ForCausalLM", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), "Llama 4"),
     ("kimi_linear", "kimi_linear:KimiLinearForCausalLM", ("KimiLinearForCausalLM",), "Kimi Linear"),

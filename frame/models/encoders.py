@@ -111,7 +111,7 @@ class TransformersEncoders(nn.Module):
     def encode(self, modality: str, items: Sequence[Arrays]) -> list[torch.Tensor]:
         """As `HasEncoders.encode`. In the batch-invariant mode each item alone, since products of
         more rows have other bits."""
-        if self.is_deterministic and len(items) > 1:
+        if (self.is_deterministic or self.family in _ALONE) and len(items) > 1:
             return [rows for item in items for rows in self.encode(modality, [item])]
         compute, names = _FAMILIES.get(self.family) or (_call_model, _list_inputs(self.model, modality))
         # processors write other arrays for the text
@@ -246,6 +246,11 @@ def _encode_qwen3_omni(model: Any, modality: str, arrays: Arrays) -> tuple[Any, 
     return rows, [zeros] * len(model.config.vision_config.deepstack_visual_indexes)
 
 
+def _encode_minicpmv(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
+    """The patches of an image's slices follow each other in one array."""
+    return [torch.cat(tuple(_call_model(model, modality, arrays)[0]))], ()
+
+
 def _encode_gemma4(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
     """The rows of all images follow each other: one for each square of patches that is no
     padding."""
@@ -268,11 +273,13 @@ _PICTURES, _FILMS, _SOUNDS = (
     ("pixel_values_videos", "video_grid_thw"),
     ("input_features", "feature_attention_mask"),
 )
+_ALONE = ("minicpmv4_6",)  # families whose arrays of several items do not lie along the first axis
 _UNREAD: Mapping[str, tuple[str, ...]] = {"gemma4": ("audio_config",)}  # by model_type: encoders that are not built
 # by model_type, with the names of the arrays; the others by transformers' methods
 _FAMILIES: Mapping[str, tuple[Callable[[Any, str, Arrays], tuple[Any, Sequence[Any]]], Collection[str]]] = {
     "gemma4": (_encode_gemma4, ("pixel_values", "image_position_ids")),
     "llama4": (_encode_llama4, ("pixel_values",)),
+    "minicpmv4_6": (_encode_minicpmv, ("pixel_values", "target_sizes")),
     "qwen2_audio": (_encode_qwen2_audio, _SOUNDS),
     "qwen3_omni_moe_thinker": (_encode_qwen3_omni, (*_PICTURES, *_FILMS, *_SOUNDS)),
 }

@@ -370,6 +370,28 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
+_MINICPM_NAMES = {
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "image_start_token": "<image>", "image_end_token": "</image>",
+    "slice_start_token": "<slice>", "slice_end_token": "</slice>", "image_id_start_token": "<image_id>",
+    "image_id_end_token": "</image_id>",
+}  # fmt: skip
+FAMILIES["MiniCPMV4_6ForConditionalGeneration"] = Family(
+    "minicpmv4_6",
+    {"model_type": "qwen3_5_text", **_DELTA, **_rope(2, 1, 1, interleaved=True, partial_rotary_factor=0.25)},
+    {"vision_config": {**_TOWER, "image_size": 56, "patch_size": 14}},
+    {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
+    ("<|endoftext|>", "<|im_end|>", "<|pad|>", "<|im_start|>", *_MINICPM_NAMES.values()),
+    _IM,
+    {"image": "<|image_pad|>"},
+    {"processor_class": "MiniCPMV4_6Processor"},
+    {
+        "preprocessor_config.json": _pictures(
+            "MiniCPMV4_6ImageProcessor", {"height": 56, "width": 56}, patch_size=14, scale_resolution=56, max_slice_nums=4
+        )
+    },
+    {"insert_layer_id": 0},
+    _MINICPM_NAMES,
+)
 _VISUAL = _qwen(
     "qwen3_omni_moe_thinker",
     "Qwen3OmniMoeProcessor",

@@ -54,6 +54,7 @@ ROWS: Mapping[str, Callable[[Arrays], int]] = {  # of the encoder's output, by f
     **dict.fromkeys(_GRIDS, _count_grid),
     "gemma3": _count_tiles(16), "llava": _count_tiles(16), "internvl": _count_tiles(4), "idefics3": _count_tiles(4),
     "pixtral": _count_sizes(16), "mistral3": _count_sizes(28),
+    "minicpmv4_6": lambda arrays: int((arrays["target_sizes"] // 4).prod(-1).sum()),
     "gemma4": lambda arrays: int((arrays["image_position_ids"] >= 0).all(-1).sum()) // 9,
 }  # fmt: skip
 

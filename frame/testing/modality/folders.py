@@ -167,6 +167,19 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
+_MINICPM_NAMES = {
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "image_start_token": "<image>", "image_end_token": "</image>",
+    "slice_start_token": "<slice>", "slice_end_token": "</slice>", "image_id_start_token": "<image_id>",
+    "image_id_end_token": "</image_id>",
+}  # fmt: skip
+FAMILIES["minicpmv4_6"] = Family(
+    "MiniCPMV4_6ForConditionalGeneration",
+    {"model_type": "minicpmv4_6", "image_token_id": "<|image_pad|>", "vision_config": {"patch_size": 14}},
+    {"image_processor_type": "MiniCPMV4_6ImageProcessor", "patch_size": 14, "scale_resolution": 112, "max_slice_nums": 6, **_HALF},
+    {"processor_class": "MiniCPMV4_6Processor"},
+    tuple(_MINICPM_NAMES.values()),
+    named=_MINICPM_NAMES,
+)
 _VISUAL = _qwen("Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe_thinker", "Qwen3OmniMoeProcessor", 16)
 _OMNI_NAMES = {
     "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "audio_token": "<|audio_pad|>", "vision_bos_token": "<|vision_start|>",
