@@ -135,7 +135,7 @@ class ImageModality(ProcessorModality):
         return pixels[0] if pixels.ndim == 5 else pixels  # of an image's tiles
 
     def _find_prefix(self, merged: Mapping[str, Any]) -> str:
-        """What MiniCPM-V's processor writes before an image, where it sees all of them: a number."""
+        """What MiniCPM-V's processor writes before an image with all of them at hand: a number."""
         processor = self._processor
         choices = (merged["images_kwargs"].get(_NUMBERED), merged.get(_NUMBERED), getattr(processor, f"default_{_NUMBERED}", False))
         if not next(choice for choice in choices if choice is not None):

@@ -109,7 +109,7 @@ class Reference:
         for item in items:
             for run in item.runs:
                 kinds[0, run.start : run.start + run.count] = 2 if item.modality == "video" else 1
-        if self.family != _OMNI and "mrope_section" in json.dumps(self._config):
+        if self.family != _OMNI and hasattr(self.model.model, "get_rope_index"):
             inputs["mm_token_type_ids"] = kinds
         elif self.family == "gemma3":
             inputs["token_type_ids"] = kinds

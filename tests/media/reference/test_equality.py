@@ -35,7 +35,7 @@ VIDEOS = [name for name in IMAGES if name.startswith("Qwen")]  # of others none 
 SOUNDS = [name for name, family in FAMILIES.items() if "audio" in family.placeholders]
 MIXED = ["Qwen3OmniMoeThinkerForConditionalGeneration"]
 # with pages of one token, all that earlier prompts have is hit; others have states or windows
-EXACT = [name for name in IMAGES if not name.startswith(("Qwen3_5", "Gemma"))]
+EXACT = [name for name in IMAGES if not name.startswith(("Qwen3_5", "Gemma", "MiniCPM"))]
 DRAFTED = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 FILE_SETTINGS = ("default", "chunks of 16, pages of 1", "chunks of 64, pages of 16", "ngram", "tp 2", "pp 2")
 SETTINGS: dict[str, dict[str, Any]] = {
