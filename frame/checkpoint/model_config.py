@@ -40,7 +40,7 @@ _MAX_ENTRIES = 2**24  # of a vector, a vocabulary or a layer's heads; products o
 _MAX_HEAD = 2**16  # entries of an attention head, whose rotary tables have as many for each position; labels
 _MAX_LAYERS = 1_000  # each is an object, built before weights are looked for
 _MAX_EXPERTS = 200_000  # of all layers; the same holds for them
-_ENCODER_CONFIGS = ("vision_config", "audio_config", "thinker_config")
+_ENCODER_CONFIGS = ("vision_config", "audio_config")
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _INHERITED = ("architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "torch_dtype", "dtype", "auto_map")
@@ -109,6 +109,7 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
         )
     if raw is None:
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout.")
+    raw = _select_thinker(raw)
     text = _select_text_config(raw)
     generation = read_object(folder / "generation_config.json") or {}
     if not text.get("quantization_config") and (described := _read_description(folder / DESCRIPTION)):
@@ -306,6 +307,16 @@ def _read_description(file: Path) -> dict[str, Any] | None:
             raise CheckpointError(f"{file}: {name} is {reprlib.repr(raw.get(name))}; a JSON object is expected: download it again.")
     stored = raw["quantization"]
     return {**stored, "quant_method": raw["producer"].get("name")} if stored.get("quant_algo") else None
+
+
+def _select_thinker(raw: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the model that reads and writes text, where the checkpoint also has one
+    that speaks (Qwen3-Omni); else the whole."""
+    thinker = raw.get("thinker_config")
+    if not isinstance(thinker, dict):
+        return raw
+    inherited = {key: raw[key] for key in _INHERITED if key in raw}
+    return {**inherited, **thinker, "architectures": raw.get("architectures")}
 
 
 def _select_text_config(raw: dict[str, Any]) -> dict[str, Any]:

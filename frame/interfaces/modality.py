@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import ModelConfig
 
 
+ITEM_NUMBER = "\N{OBJECT REPLACEMENT CHARACTER}"  # in an expansion: how many items of the modality come before it in the prompt
 _LONGEST = 8192  # patches that one of them attends to, at most: pictures of a video and tiles attend to themselves
 
 
@@ -74,7 +75,7 @@ class MediaSize:
 class MediaLayout:
     """What an item becomes in the prompt."""
 
-    expansion: str  # the text that stands in place of `Modality.placeholder`
+    expansion: str  # the text that stands in place of `Modality.placeholder`; see `ITEM_NUMBER`
     # Of each run of row tokens in the expansion, in order: frames, height and width of its rows;
     # (0, 0, 0): positions as those of text. Empty: so for all runs.
     grids: tuple[tuple[int, int, int], ...] = ()

@@ -65,7 +65,12 @@ _DECODERS = (
     ("internvl", "internvl:InternVLForConditionalGeneration", _media("InternVL"), "InternVL 3 and 3.5"),
     ("mixtral", "mixtral:MixtralForCausalLM", ("MixtralForCausalLM",), "Mixtral"),
     ("qwen2_moe", "qwen2_moe:Qwen2MoeForCausalLM", ("Qwen2MoeForCausalLM",), "Qwen2-MoE, Qwen1.5-MoE"),
-    ("qwen3_moe", "qwen3_moe:Qwen3MoeForCausalLM", ("Qwen3MoeForCausalLM", *_media("Qwen3VLMoe")), "Qwen3-MoE and Qwen3-VL-MoE"),
+    (
+        "qwen3_moe",
+        "qwen3_moe:Qwen3MoeForCausalLM",
+        ("Qwen3MoeForCausalLM", *_media("Qwen3VLMoe", "Qwen3OmniMoe", "Qwen3OmniMoeThinker")),
+        "Qwen3-MoE, Qwen3-VL-MoE, and Qwen3-Omni without its speech",
+    ),
     ("deepseek_v2", "deepseek_v2:DeepseekV2ForCausalLM", ("DeepseekV2ForCausalLM",), "DeepSeek-V2, with latent attention"),
     (
         "deepseek_v3",
@@ -87,8 +92,9 @@ _DECODERS = (
         "qwen3_next",
         "qwen3_next:Qwen3NextForCausalLM",
         tuple(f"Qwen3{form}" for form in ("NextForCausalLM", "_5ForCausalLM", "_5ForConditionalGeneration"))
-        + tuple(f"Qwen3_5Moe{form}" for form in ("ForCausalLM", "ForConditionalGeneration")),
-        "Qwen3-Next, Qwen3.5 and Qwen3.6, dense and MoE",
+        + tuple(f"Qwen3_5Moe{form}" for form in ("ForCausalLM", "ForConditionalGeneration"))
+        + _media("MiniCPMV4_6"),
+        "Qwen3-Next, Qwen3.5 and Qwen3.6, dense and MoE, and MiniCPM-V 4.6",
     ),
     ("llama4", "llama4:Llama4ForCausalLM", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), "Llama 4"),
     ("kimi_linear", "kimi_linear:KimiLinearForCausalLM", ("KimiLinearForCausalLM",), "Kimi Linear"),
@@ -128,7 +134,7 @@ _MODALITIES = {
     "llama4": (_IMAGE,),
     "qwen2": (_IMAGE, _VIDEO, _AUDIO),
     "qwen3": (_IMAGE, _VIDEO),
-    "qwen3_moe": (_IMAGE, _VIDEO),
+    "qwen3_moe": (_IMAGE, _VIDEO, _AUDIO),
     "qwen3_next": (_IMAGE, _VIDEO),
 }
 _ENCODERS = (

@@ -111,7 +111,7 @@ class TransformersEncoders(nn.Module):
     def encode(self, modality: str, items: Sequence[Arrays]) -> list[torch.Tensor]:
         """As `HasEncoders.encode`. In the batch-invariant mode each item alone, since products of
         more rows have other bits."""
-        if self.is_deterministic and len(items) > 1:
+        if (self.is_deterministic or self.family in _ALONE) and len(items) > 1:
             return [rows for item in items for rows in self.encode(modality, [item])]
         compute, names = _FAMILIES.get(self.family) or (_call_model, _list_inputs(self.model, modality))
         # processors write other arrays for the text
@@ -122,8 +122,11 @@ class TransformersEncoders(nn.Module):
         return [torch.cat([torch.cat(list(parts)) for parts in rows], -1).to(self.dtype) for rows in zip(*columns, strict=True)]
 
     def encode_by_layer(self, modality: str, item: Arrays) -> Generator[None, None, torch.Tensor]:
-        """As `DividesEncoders.encode_by_layer`. An encoder has one list of layers, its first."""
-        layers = next((module for module in self.model.modules() if isinstance(module, nn.ModuleList)), ())
+        """As `DividesEncoders.encode_by_layer`. An encoder has one list of layers, its first but
+        those of mergers."""
+        tower = getattr(self.model, _TOWERS[modality], self.model)
+        lists = ((name, module) for name, module in tower.named_modules() if isinstance(module, nn.ModuleList))
+        layers = next((module for name, module in lists if "merger" not in name), ())
         platform = self._platform if isinstance(self._platform, SupportsStreams) else None
         stream = None if platform is None else platform.get_current_stream()
 
@@ -231,6 +234,23 @@ def _encode_qwen2_audio(model: Any, modality: str, arrays: Arrays) -> tuple[Any,
     return [each[:count] for each, count in zip(encoded, rows.tolist(), strict=True)], ()
 
 
+def _encode_qwen3_omni(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
+    """Sounds each alone, since the tower pads the last chunk of each to the longest chunk of all.
+    Their rows add nothing after further layers."""
+    if modality != "audio":
+        return _call_model(model, modality, arrays)
+    rows = []
+    for features, mask in zip(arrays["input_features"], arrays["feature_attention_mask"].bool(), strict=True):
+        rows.append(model.audio_tower(features[:, mask], feature_lens=mask.sum()[None]).last_hidden_state)
+    zeros = [torch.zeros_like(each) for each in rows]
+    return rows, [zeros] * len(model.config.vision_config.deepstack_visual_indexes)
+
+
+def _encode_minicpmv(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
+    """The patches of an image's slices follow each other in one array."""
+    return [torch.cat(tuple(_call_model(model, modality, arrays)[0]))], ()
+
+
 def _encode_gemma4(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
     """The rows of all images follow each other: one for each square of patches that is no
     padding."""
@@ -247,10 +267,19 @@ def _encode_llama4(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequ
     return model.multi_modal_projector(output.last_hidden_state), ()
 
 
+_TOWERS = {"image": "visual", "video": "visual", "audio": "audio_tower"}  # by modality, of models with several
+_PICTURES, _FILMS, _SOUNDS = (
+    ("pixel_values", "image_grid_thw"),
+    ("pixel_values_videos", "video_grid_thw"),
+    ("input_features", "feature_attention_mask"),
+)
+_ALONE = ("minicpmv4_6",)  # families whose arrays of several items do not lie along the first axis
 _UNREAD: Mapping[str, tuple[str, ...]] = {"gemma4": ("audio_config",)}  # by model_type: encoders that are not built
 # by model_type, with the names of the arrays; the others by transformers' methods
 _FAMILIES: Mapping[str, tuple[Callable[[Any, str, Arrays], tuple[Any, Sequence[Any]]], Collection[str]]] = {
     "gemma4": (_encode_gemma4, ("pixel_values", "image_position_ids")),
     "llama4": (_encode_llama4, ("pixel_values",)),
-    "qwen2_audio": (_encode_qwen2_audio, ("input_features", "feature_attention_mask")),
+    "minicpmv4_6": (_encode_minicpmv, ("pixel_values", "target_sizes")),
+    "qwen2_audio": (_encode_qwen2_audio, _SOUNDS),
+    "qwen3_omni_moe_thinker": (_encode_qwen3_omni, (*_PICTURES, *_FILMS, *_SOUNDS)),
 }

@@ -1,11 +1,11 @@
-"""Qwen3-MoE and Qwen3-VL-MoE: Qwen3's attention with normed queries and keys, and experts without a
-shared one."""
+"""Qwen3-MoE, Qwen3-VL-MoE and the thinker of Qwen3-Omni: Qwen3's attention with normed queries and
+keys, and experts without a shared one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor
 
 
+_RENORMALIZED = ("Qwen3VL", "Qwen3Omni")  # whose default renormalizes
+
+
 class Qwen3MoeForCausalLM(ReadsMedia):
     """Layers in `mlp_only_layers`, and those that `decoder_sparse_step` skips, are dense."""
+
+    ignored_weights: ClassVar[tuple[str, ...]] = (r"(?:talker|code2wav)\.",)  # of Qwen3-Omni, which speak
 
     def get_attention_options(self, layer: int) -> AttentionOptions:
         config = self.model_config.config
@@ -35,7 +40,7 @@ class Qwen3MoeForCausalLM(ReadsMedia):
         sizes = ExpertSizes(num_experts, hidden, config["moe_intermediate_size"])
         rule = RoutingRule(
             config["num_experts_per_tok"],
-            renormalize=bool(config.get("norm_topk_prob", self.model_config.architecture.startswith("Qwen3VL"))),
+            renormalize=bool(config.get("norm_topk_prob", self.model_config.architecture.startswith(_RENORMALIZED))),
         )
         return MoE(self.context, prefix, sizes, rule)
 

@@ -265,6 +265,11 @@ def find_architecture(model_config: ModelConfig, load_code: LoadCode | None = No
         version = transformers.__version__
         remedy = "install a newer one" if reference is None else "its checkpoint brings Python code for it, see --trust-remote-code"
         raise ConfigurationError(f"{name} is neither implemented here nor known to transformers {version}: {remedy}.")
+    if model_config.full_config.get("model_type", kind := model_config.config.get("model_type")) != kind:
+        raise ConfigurationError(
+            f"{name} is a language model with encoders of images or audio, which the fallback does not build, and frame has no plugin "
+            "for it: serve a checkpoint of the language model alone."
+        )
     if model_config.kind != "mha":
         raise ConfigurationError(f"{name} uses latent attention, which runs through its own implementation only.")
     kinds = set(model_config.config.get("layer_types") or model_config.config.get("layers_block_type") or ())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from frame.core.messages import MediaText
+from frame.interfaces.modality import ITEM_NUMBER
 from frame.text.chat_template import PROBE, ChatTemplateError
 
 Messages = list[dict[str, Any]]
@@ -110,7 +111,8 @@ def expand_placeholders(text: str, media: Sequence[MediaText]) -> tuple[str, lis
             raise ChatTemplateError(f"the prompt has {row_token!r}, which stands for media here; leave it out")
     queues = {placeholder: iter(indices) for placeholder, indices in waiting.items()}
     order = [next(queues[placeholder]) for placeholder in placed]
-    pieces[1::2] = [media[index].expansion for index in order]
+    numbers = {index: str(number) for indices in waiting.values() for number, index in enumerate(indices)}
+    pieces[1::2] = [media[index].expansion.replace(ITEM_NUMBER, numbers[index]) for index in order]
     return "".join(pieces), order
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ _GLM_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_s
 _DELTA = {
     "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     "layer_types": ["linear_attention", "full_attention", "full_attention"],
+}  # fmt: skip
+_OMNI_NAMES = {
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "audio_token": "<|audio_pad|>", "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>", "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>",
 }  # fmt: skip
 _LLAMA4 = {
     "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "attention_chunk_size": 12, "no_rope_layers": [1, 0, 1],
@@ -143,7 +147,7 @@ def _glm(model_type: str, processor: str, text: Mapping[str, Any], **tower: Any)
     )
 
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: dict[str, Family] = {
     "Qwen2VLForConditionalGeneration": _qwen(
         "qwen2_vl", "Qwen2VLProcessor", _rope(2, 3, 3), {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
     ),
@@ -364,6 +368,55 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
 }  # fmt: skip
+
+
+_MINICPM_NAMES = {
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "image_start_token": "<image>", "image_end_token": "</image>",
+    "slice_start_token": "<slice>", "slice_end_token": "</slice>", "image_id_start_token": "<image_id>",
+    "image_id_end_token": "</image_id>",
+}  # fmt: skip
+FAMILIES["MiniCPMV4_6ForConditionalGeneration"] = Family(
+    "minicpmv4_6",
+    {"model_type": "qwen3_5_text", **_DELTA, **_rope(2, 1, 1, interleaved=True, partial_rotary_factor=0.25)},
+    {"vision_config": {**_TOWER, "image_size": 56, "patch_size": 14}},
+    {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
+    ("<|endoftext|>", "<|im_end|>", "<|pad|>", "<|im_start|>", *_MINICPM_NAMES.values()),
+    _IM,
+    {"image": "<|image_pad|>"},
+    {"processor_class": "MiniCPMV4_6Processor"},
+    {
+        "preprocessor_config.json": _pictures(
+            "MiniCPMV4_6ImageProcessor", {"height": 56, "width": 56}, patch_size=14, scale_resolution=56, max_slice_nums=4
+        )
+    },
+    {"insert_layer_id": 0},
+    _MINICPM_NAMES,
+)
+_VISUAL = _qwen(
+    "qwen3_omni_moe_thinker",
+    "Qwen3OmniMoeProcessor",
+    {"head_dim": 16, **_MOE, **_rope(4, 2, 2, interleaved=True)},
+    {**_QWEN3_TOWER, "deepstack_visual_indexes": [0]},
+)
+FAMILIES["Qwen3OmniMoeThinkerForConditionalGeneration"] = replace(
+    _VISUAL,
+    towers={
+        **_VISUAL.towers,
+        "audio_config": {
+            "num_mel_bins": 16, "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "output_dim": 64,
+            "downsample_hidden_size": 8,
+        },
+    },
+    tokens={**_QWEN_TOKENS, "audio_token_id": "<|audio_pad|>", "audio_start_token_id": "<|audio_start|>"},
+    special=(*_QWEN_SPECIAL, "<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),
+    placeholders={**_QWEN_PLACEHOLDERS, "audio": "<|audio_start|><|audio_pad|><|audio_end|>"},
+    files={
+        name: {**contents, "feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16}
+        for name, contents in _VISUAL.files.items()
+    },
+    config={"position_id_per_seconds": 13},
+    named=_OMNI_NAMES,
+)  # fmt: skip
 
 
 def make_media_checkpoint(folder: str | Path, architecture: str, seed: int = 0, **text: Any) -> Path:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 Item = dict[str, torch.Tensor]
 
 _GRIDS = {"image": ((1, 4, 6), (1, 2, 4)), "video": ((2, 4, 4), (3, 2, 4))}  # in patches
-_FRAMED = ("qwen3", "glm4")  # the prompt has a text before each frame of a video
+_FRAMED = ("qwen3_vl", "qwen3_5", "glm4")  # the prompt has a text before each frame of a video
 
 
 def make_items(folder: Path, modality: str) -> list[Item]:
@@ -36,6 +36,12 @@ def make_items(folder: Path, modality: str) -> list[Item]:
         return [{name: torch.randn(int(grid.prod()), width, generator=draw), f"{modality}_grid_thw": grid} for grid in grids]
     if modality == "video":
         return [{"pixel_values_videos": torch.randn(1, frames, 3, 56, 56, generator=draw)} for frames in (2, 2)]
+    if family == "minicpmv4_6":
+        slices = (((4, 8),), ((4, 4), (8, 4), (8, 4)))
+        return [
+            {"pixel_values": torch.randn(1, 3, 14, 14 * sum(h * w for h, w in sizes), generator=draw), "target_sizes": torch.tensor(sizes)}
+            for sizes in slices
+        ]
     if family == "mistral3":
         sizes = ((56, 84), (112, 28))
         return [{"pixel_values": torch.randn(1, 3, *size, generator=draw), "image_sizes": torch.tensor([size])} for size in sizes]
@@ -63,6 +69,9 @@ def join_items(items: Sequence[Item]) -> Item:
     joined = {}
     for name in items[0]:
         arrays = [item[name] for item in items]
+        if name == "pixel_values" and "target_sizes" in items[0]:
+            joined[name] = torch.cat(arrays, -1)
+            continue
         height, width = (max(array.shape[axis] for array in arrays) for axis in (-2, -1))
         if name == "pixel_values" and arrays[0].dim() == 4:
             arrays = [torch.nn.functional.pad(each, (0, width - each.shape[-1], 0, height - each.shape[-2])) for each in arrays]
@@ -86,7 +95,7 @@ def make_prompt(folder: Path, modality: str, counts: Sequence[int], frames: Sequ
     written = "image" if config["model_type"].startswith("glm") else modality  # GLM writes frames as images
     names = (f"{written}_token_id", f"{written}_token_index")
     placeholder = next(config[name] for name in names if name in config)
-    start = config.get("vision_start_token_id")
+    start = config.get("audio_start_token_id" if modality == "audio" else "vision_start_token_id")
     is_framed = modality == "video" and config["model_type"].startswith(_FRAMED)
     ids, rows, ends, row = [20, 31, 42, 53, 64], [-1] * 5, [0] * 5, 0
     for number, (count, frame_count) in enumerate(zip(counts, frames, strict=True)):

@@ -25,6 +25,7 @@ from tests.models.media_checkpoints import FAMILIES, load_media_reference, make_
 from tests.models.media_inputs import Item, Prompt, join_items, make_items, make_prompt
 
 SPANS = ("Gemma3ForConditionalGeneration",)
+OMNI = "Qwen3OmniMoeThinkerForConditionalGeneration"
 CASES = [
     (architecture, modality) for architecture, family in FAMILIES.items() for modality in family.placeholders
     if (architecture, modality) != ("InternVLForConditionalGeneration", "video")  # its frames are images
@@ -65,24 +66,23 @@ def run_reference(folder: Path, modality: str, items: list[Item], prompt: Prompt
     """-> (logits [tokens, vocab], inputs of the language model's layers [tokens, hidden], rotary
     positions int64 [3, tokens] or None)."""
     model = load_media_reference(folder)
-    seen: list[torch.Tensor] = []
+    seen: list[Any] = []
     text = model.model.language_model if hasattr(model, "model") else model.language_model.model
-    text.register_forward_pre_hook(lambda module, args, named: seen.append(named["inputs_embeds"]), with_kwargs=True)
+    text.register_forward_pre_hook(lambda module, args, named: seen.append(named), with_kwargs=True)
     arguments: dict[str, Any] = {**join_items(items), "input_ids": torch.tensor([prompt.token_ids])}
     arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
     has_rope = hasattr(getattr(model, "model", None), "get_rope_index")
-    if has_rope:
+    if type(model).__name__.startswith("Qwen3Omni"):
+        if modality == "video":
+            arguments["video_second_per_grid"] = torch.ones(len(items))
+    elif has_rope:
         arguments["mm_token_type_ids"] = prompt.kinds[None]
     if type(model).__name__ in SPANS:
         arguments["token_type_ids"] = prompt.kinds[None]
     with torch.inference_mode():
         logits = compute_logits(model, **arguments)
-        positions = None
-        if has_rope:
-            grids = {name: array for name, array in arguments.items() if name.endswith("grid_thw")}
-            named = {"input_ids": arguments["input_ids"], "mm_token_type_ids": prompt.kinds[None], **grids}
-            positions = model.model.get_rope_index(**named)[0][:, 0]
-    return logits, seen[0][0], positions
+    positions = seen[0]["position_ids"][-3:, 0].long() if has_rope else None
+    return logits, seen[0]["inputs_embeds"][0], positions
 
 
 @pytest.mark.parametrize(("architecture", "modality"), CASES)
@@ -325,3 +325,41 @@ def test_an_unknown_family_is_refused_with_a_sentence(media_checkpoint: Make, tm
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "other"}))
     with pytest.raises(ConfigurationError, match="no encoders for model_type 'other'"):
         open_session(tmp_path, encoders=True)
+
+
+def test_a_checkpoint_that_also_speaks(media_checkpoint: Make, tmp_path: Path) -> None:
+    """Qwen3-Omni as it is published: one of three models, whose tensors have a prefix."""
+    from safetensors.torch import load_file, save_file
+
+    folder = media_checkpoint(OMNI)
+    tensors = {f"thinker.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    others = {name: torch.zeros(3) for name in ("talker.model.norm.weight", "code2wav.code_offset")}
+    save_file(tensors | others, tmp_path / "model.safetensors")
+    thinker = json.loads((folder / "config.json").read_text())
+    del thinker["architectures"], thinker["dtype"]
+    whole = {"architectures": ["Qwen3OmniMoeForConditionalGeneration"], "model_type": "qwen3_omni_moe", "dtype": "float32"}
+    talker = {"text_config": {"hidden_size": 8}, "vision_config": {"depth": 1}}
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "thinker_config": thinker, "talker_config": talker, "code2wav_config": {}}))
+    for has_encoders in (True, False):
+        alone, nested = (open_session(each, encoders=has_encoders) for each in (folder, tmp_path))
+        (logits,), (expected,) = (each.step([(1, [7, 30, 40, 50])]) for each in (nested, alone))
+        assert torch.equal(logits, expected)
+        for modality in ("image", "audio") if has_encoders else ():
+            items = make_items(folder, modality)
+            assert all(map(torch.equal, encode(nested, modality, items), encode(alone, modality, items)))
+
+
+def test_short_sounds_beside_long_ones(media_checkpoint: Make) -> None:
+    """Rows are those that transformers computes of each alone; of several, it pads the chunks."""
+    folder = media_checkpoint(OMNI)
+    session, reference = open_session(folder, encoders=True), load_media_reference(folder)
+    items = make_items(folder, "audio")
+    items[1]["feature_attention_mask"][:, 37:] = 0
+    rows = encode(session, "audio", items)
+    with torch.inference_mode():
+        expected = [reference.get_audio_features(**item).last_hidden_state for item in items]
+        joined = reference.get_audio_features(**join_items(items)).last_hidden_state
+    hidden = session.model_config.hidden_size
+    torch.testing.assert_close([each[:, :hidden] for each in rows], expected, atol=1e-5, rtol=1e-5)
+    assert not torch.cat(rows)[:, hidden:].any()
+    assert len(rows[1]) == 5 and not torch.allclose(joined[-5:], expected[1], atol=1e-3)

@@ -1,6 +1,7 @@
 import pytest
 
 from frame.core.messages import MediaText
+from frame.interfaces.modality import ITEM_NUMBER
 from frame.text.chat_template import ChatTemplate, ChatTemplateError
 from frame.text.message_parts import MessageParts, check_texts, expand_placeholders
 
@@ -51,6 +52,11 @@ def test_expansions_follow_the_prompts_order() -> None:
     expanded, order = expand_placeholders("x<image>y<video><image>", [VIDEO, IMAGE, longer])
     assert expanded == "x<row><row>ya<row>b<row><row>"
     assert order == [1, 0, 2]
+
+
+def test_items_are_numbered_by_modality() -> None:
+    numbered = [MediaText(each.modality, each.placeholder, each.row_token, f"[{ITEM_NUMBER}]<row>") for each in (IMAGE, VIDEO, IMAGE)]
+    assert expand_placeholders("<image>a<video><image>", numbered)[0] == "[0]<row>a[0]<row>[1]<row>"
 
 
 @pytest.mark.parametrize("text", ["none", "<image><image>", "<image><row>", "<ima<image>ge>" * 2])

@@ -108,7 +108,7 @@ def _find_readable(capabilities: Any, model_config: ModelConfig) -> tuple[str, .
     if not isinstance(capabilities, ModelCapabilities) or model_config.encoder_length:
         return ()
     full = model_config.full_config
-    return tuple(name for name in capabilities.modalities if _CONFIGS.get(name, "") in full or "thinker_config" in full)
+    return tuple(name for name in capabilities.modalities if _CONFIGS.get(name, "") in full)
 
 
 def _find_obstacles(
@@ -139,8 +139,9 @@ def _find_obstacles(
         yield f"parallel.nnodes is {config.parallel.nnodes}, and features are files of one host", "parallel.nnodes: 1"
     if loads_drafter:
         yield f"the draft model of speculative.algorithm: {config.speculative.algorithm} reads text alone", TEXT_ALONE
-    if config.parallel.pp > 1 and vision.get("deepstack_visual_indexes"):
-        yield f"parallel.pp is {config.parallel.pp}, and the encoder's output goes to several layers", "parallel.pp: 1"
+    deep, first = len(vision.get("deepstack_visual_indexes") or ()), model_config.num_layers // config.parallel.pp
+    if config.parallel.pp > 1 and deep > first:
+        yield f"the encoder's output goes to {deep} layers, and the first of {config.parallel.pp} stages has {first}", "parallel.pp: 1"
 
 
 def _choose_plugins(

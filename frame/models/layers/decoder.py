@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 BODY = ("embed_tokens.", "layers.", "norm.")  # name prefixes in a checkpoint of the body alone
 # of the language model in a checkpoint that also has encoders, as transformers 5 and 4 write it
 WRAPPERS = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
-_ENCODERS = r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|embed_vision|audio_tower|embed_audio)\."
+_ENCODERS = r"(?:model\.)?(?:vision_tower|vision_model|visual|merger|multi_modal_projector|embed_vision|audio_tower|embed_audio)\."
 
 Norm = RMSNorm | LayerNorm
 
@@ -379,7 +379,8 @@ class Decoder(CausalLM, nn.Module):
     def rename_weights(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
         """Add the prefix `model.` to the names of a checkpoint of the body alone, as embedding
         models are often saved, and remove that of a language model with image or audio encoders."""
-        for name, tensor in weights:
+        for stored, tensor in weights:
+            name = stored.removeprefix("thinker.")  # beside a model that speaks
             for prefix, replacement in WRAPPERS.items():
                 if name.startswith(prefix):
                     name = replacement + name.removeprefix(prefix)

@@ -1,5 +1,5 @@
 """`AudioModality`: sound for language models, by the checkpoint's feature extractor (Qwen2-Audio,
-arXiv 2407.10759; Voxtral, arXiv 2507.13264).
+arXiv 2407.10759; Voxtral, arXiv 2507.13264; Qwen3-Omni, arXiv 2509.17765).
 
 WAV files are read by the standard library, others by `soundfile`, where it is installed. Must not
 know a process: this one has limits.
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _DAMAGED = "the file is damaged, or is no audio that can be read; send it as WAV"
 _BLOCK = 1 << 16  # frames
-_SUPPORTED = ("qwen2_audio", "voxtral")
+_OMNI = "qwen3_omni_moe_thinker"
+_SUPPORTED = ("qwen2_audio", "voxtral", _OMNI)
 
 
 class AudioModality(ProcessorModality):
@@ -48,7 +49,8 @@ class AudioModality(ProcessorModality):
         if self._kind not in _SUPPORTED:
             sentence = f"audio of the model type {self._kind} is not supported, only of {' and '.join(_SUPPORTED)}"
             raise ConfigurationError(f"{sentence}; leave audio out of media.modalities.")
-        check_names(context.processor_options, set(), "feature extractor")
+        if "vision_config" not in full:  # else those are checked by the processors of images and videos
+            check_names(context.processor_options, set(), "feature extractor")
         self._placeholder = self._row_token = find_row_token(context.model_config, load_tokenizer(context.folder), "audio", None)
         self._extractor = load_feature_extractor(context.folder)
         if self._extractor.sampling_rate != RATE:
@@ -58,6 +60,7 @@ class AudioModality(ProcessorModality):
         self._window = int(self._extractor.n_samples)  # samples that the encoder reads at once
         positions, width = int(audio.get("max_source_positions", 1500)), int(audio.get("hidden_size", 1280))
         self._window_rows = positions * width // int(audio.get("intermediate_size", 4 * width))
+        self._chunk = 2 * int(audio.get("n_window", 50))  # frames that Qwen3-Omni's convolutions read at once
 
     def read_size(self, data: bytes) -> MediaSize:
         read, frames, rate, name = self._open(data)
@@ -73,16 +76,20 @@ class AudioModality(ProcessorModality):
 
     def lay_out(self, size: MediaSize, options: Mapping[str, Any]) -> MediaLayout:
         refuse_unknown(options, ())
-        samples = round(size.seconds * RATE)
+        samples, hop = round(size.seconds * RATE), self._extractor.hop_length
         windows = -(-samples // self._window)
+        patches = windows * self._window // (2 * hop)
         if self._kind == "voxtral":
             rows = windows * self._window_rows
+        elif self._kind == _OMNI:  # no padding; each chunk is divided by eight, rounded up
+            whole, rest = divmod(samples // hop, self._chunk)
+            rows = patches = whole * -(-self._chunk // 8) + -(-rest // 8) if samples > self._extractor.n_fft // 2 else 0
         else:
-            length = -(-samples // self._extractor.hop_length)
+            length = -(-samples // hop)
             rows = (((length - 1) // 2 + 1) - 2) // 2 + 1
         if rows < 1:
             raise MediaError("the file is too short for the model; send one of 0.1 seconds at least")
-        return MediaLayout(self._row_token * rows, patches=windows * self._window // (2 * self._extractor.hop_length))
+        return MediaLayout(self._row_token * rows, patches=patches)
 
     def compute_features(self, data: bytes, size: MediaSize, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
         read, _, rate, _ = self._open(data)
@@ -93,8 +100,9 @@ class AudioModality(ProcessorModality):
         if len(samples) != round(size.seconds * RATE):
             raise MediaError("the file's header says another length than its sound has; send it again as WAV")
         arguments = {"sampling_rate": RATE, "return_tensors": "np"}
-        if self._kind == "qwen2_audio":
-            outputs = as_arrays(self._extractor(samples, padding="max_length", return_attention_mask=True, **arguments))
+        if self._kind != "voxtral":
+            padding = {"padding": True, "truncation": False} if self._kind == _OMNI else {"padding": "max_length"}
+            outputs = as_arrays(self._extractor(samples, return_attention_mask=True, **padding, **arguments))
             return {"input_features": outputs["input_features"], "feature_attention_mask": outputs["attention_mask"]}
         padded = self._extractor(samples, padding=True, truncation=False, pad_to_multiple_of=self._window, **arguments)
         features = np.asarray(padded["input_features"], np.float32)

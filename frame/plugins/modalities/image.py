@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from frame.core.errors import ConfigurationError
-from frame.interfaces.modality import MediaError, MediaLayout, MediaSize, ModalityContext
+from frame.interfaces.modality import ITEM_NUMBER, MediaError, MediaLayout, MediaSize, ModalityContext
 from frame.plugins.modalities.pictures import decode_picture, read_picture_size
 from frame.plugins.modalities.processor import (
     ProcessorModality,
@@ -41,6 +41,8 @@ _PIXELS = "pixel_values"
 _DETAILS = ("auto", "high", "low")
 _LOW_EDGE = 512  # pixels; longest edge of an image with the detail "low"
 _TOLERANCE = 1e-6  # of bytes that the encoder normalises, against the processor's numbers
+_NUMBERED = "use_image_id"
+_OF_THE_MODEL = {"downsample_mode"}  # which the encoder reads in config.json
 _SAMPLES = ((96, 160), (200, 64), (33, 47))  # sizes of the images that are compared
 
 
@@ -52,19 +54,20 @@ class ImageModality(ProcessorModality):
         super().__init__(context, options)
         tokenizer = load_tokenizer(context.folder)
         images = load_image_processor(context.folder)
-        self._processor = build_processor(context.folder, context.model_config, tokenizer, image_processor=images)
+        self._processor = build_processor(context.folder, context.model_config, tokenizer, image_processor=images, video_processor=images)
         placeholder = getattr(self._processor, "image_token", None)
         if not isinstance(placeholder, str):
             raise ConfigurationError(f"the processor of {context.folder} has no image token; media.enabled: false serves its text.")
         self._placeholder = placeholder
         self._row_token = find_row_token(context.model_config, tokenizer, "image", placeholder)
-        check_names(context.processor_options, set(images.valid_kwargs.__annotations__), "image processor")
+        check_names(context.processor_options, set(images.valid_kwargs.__annotations__) - _OF_THE_MODEL, "image processor")
         merged = self._processor._merge_kwargs(  # noqa: SLF001 - the defaults of a processor are nowhere else
             self._processor.valid_processor_kwargs,
             tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {}),
             images_kwargs=dict(context.processor_options),
         )
         self._arguments: dict[str, Any] = {**merged["images_kwargs"], "return_tensors": "np", "do_convert_rgb": False}
+        self._prefix = self._find_prefix(merged)
         self._shapes = copy.copy(self._processor)
         self._shapes.image_processor = _without_pixels(images)
         self._has_grids = context.model_config.has_mrope
@@ -77,6 +80,7 @@ class ImageModality(ProcessorModality):
         height, width = _reduced(size.height, size.width, options)
         blank = np.broadcast_to(np.uint8(0), (3, height, width))
         outputs, expansion = self._process(self._shapes, blank, {"input_data_format": "channels_first", **self._raw})
+        expansion = self._prefix + expansion
         arrays = as_arrays(outputs)
         grid = arrays.get("image_grid_thw")
         if grid is None:
@@ -129,6 +133,14 @@ class ImageModality(ProcessorModality):
             side, frames = images.patch_size, images.temporal_patch_size
             return pixels.reshape(len(pixels), -1, frames, side, side)[:, :, :1]
         return pixels[0] if pixels.ndim == 5 else pixels  # of an image's tiles
+
+    def _find_prefix(self, merged: Mapping[str, Any]) -> str:
+        """What MiniCPM-V's processor writes before an image with all of them at hand: a number."""
+        processor = self._processor
+        choices = (merged["images_kwargs"].get(_NUMBERED), merged.get(_NUMBERED), getattr(processor, f"default_{_NUMBERED}", False))
+        if not next(choice for choice in choices if choice is not None):
+            return ""
+        return f"{processor.image_id_start_token}{ITEM_NUMBER}{processor.image_id_end_token}"
 
     def _find_scaling(self) -> dict[str, np.ndarray] | None:
         """The factors and summands of bytes. None: bytes and these do not give the processor's

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _PIXELS = "pixel_values_videos"
 _FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
-_SAMPLED = ("qwen2_vl", "qwen2_5_vl")  # frames at equal steps; others: from the first to the last
+_SAMPLED = ("qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe_thinker")  # frames at equal steps; others: from the first to the last
 _EVEN = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _OPTIONS = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
 _MAX_RATIO = 200
@@ -71,7 +71,7 @@ class VideoModality(ProcessorModality):
         self._placeholder = self._processor.video_token
         self._row_token = find_row_token(context.model_config, tokenizer, "video", self._placeholder)
         self._has_grids = context.model_config.has_mrope
-        self._per_second = float((full.get("vision_config") or {}).get("tokens_per_second") or 0)
+        self._per_second = float((full.get("vision_config") or {}).get("tokens_per_second") or full.get("position_id_per_seconds") or 0)
 
     def read_size(self, data: bytes) -> MediaSize:
         return read_video_size(data, self.context.limits)
@@ -83,7 +83,7 @@ class VideoModality(ProcessorModality):
         fps = size.frames / size.seconds
         metadata = SimpleNamespace(fps=fps, frames_indices=indices, total_num_frames=size.frames)
         inputs = {"video_grid_thw": np.array([grid]), "video_metadata": [metadata]}
-        expansion: str = self._processor.replace_video_token(inputs, 0)
+        expansion: str = self._processor.replace_video_token(inputs, 0, load_audio_from_video=False)
         rows, columns = grid[1] // self._merge, grid[2] // self._merge
         runs = len(re.findall(f"(?:{re.escape(self._row_token)})+", expansion))
         each = (grid[0], rows, columns) if runs == 1 else (1, rows, columns)

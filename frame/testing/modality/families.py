@@ -48,12 +48,13 @@ def _count_sizes(side: int) -> Callable[[Arrays], int]:
     return lambda arrays: int((arrays["image_sizes"] // side).prod())
 
 
-_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")  # whose encoders cost by the size of a picture
+_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_omni", "glm4v")  # whose encoders cost by the size of a picture
 _FAMILIES = {"low_detail_costs_no_more": _GRIDS, "sizes_of_the_server": ("llava",)}  # of checks that do not fit all
 ROWS: Mapping[str, Callable[[Arrays], int]] = {  # of the encoder's output, by family
     **dict.fromkeys(_GRIDS, _count_grid),
     "gemma3": _count_tiles(16), "llava": _count_tiles(16), "internvl": _count_tiles(4), "idefics3": _count_tiles(4),
     "pixtral": _count_sizes(16), "mistral3": _count_sizes(28),
+    "minicpmv4_6": lambda arrays: int((arrays["target_sizes"] // 4).prod(-1).sum()),
     "gemma4": lambda arrays: int((arrays["image_position_ids"] >= 0).all(-1).sum()) // 9,
 }  # fmt: skip
 

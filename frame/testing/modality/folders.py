@@ -59,7 +59,7 @@ def _qwen(architecture: str, model_type: str, processor: str, patch: int, **visi
     )
 
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: dict[str, Family] = {
     "qwen2_vl": _qwen("Qwen2VLForConditionalGeneration", "qwen2_vl", "Qwen2VLProcessor", 14),
     "qwen2_5_vl": _qwen("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "Qwen2_5_VLProcessor", 14, tokens_per_second=2),
     "qwen3_vl": _qwen("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3VLProcessor", 16),
@@ -165,6 +165,33 @@ FAMILIES: Mapping[str, Family] = {
         ("[AUDIO]", "[BEGIN_AUDIO]"),
     ),
 }  # fmt: skip
+
+
+_MINICPM_NAMES = {
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "image_start_token": "<image>", "image_end_token": "</image>",
+    "slice_start_token": "<slice>", "slice_end_token": "</slice>", "image_id_start_token": "<image_id>",
+    "image_id_end_token": "</image_id>",
+}  # fmt: skip
+FAMILIES["minicpmv4_6"] = Family(
+    "MiniCPMV4_6ForConditionalGeneration",
+    {"model_type": "minicpmv4_6", "image_token_id": "<|image_pad|>", "vision_config": {"patch_size": 14}},
+    {"image_processor_type": "MiniCPMV4_6ImageProcessor", "patch_size": 14, "scale_resolution": 112, "max_slice_nums": 6, **_HALF},
+    {"processor_class": "MiniCPMV4_6Processor"},
+    tuple(_MINICPM_NAMES.values()),
+    named=_MINICPM_NAMES,
+)
+_VISUAL = _qwen("Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe_thinker", "Qwen3OmniMoeProcessor", 16)
+_OMNI_NAMES = {
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "audio_token": "<|audio_pad|>", "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>", "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>",
+}  # fmt: skip
+FAMILIES["qwen3_omni"] = _VISUAL._replace(
+    config={**_VISUAL.config, "audio_token_id": "<|audio_pad|>", "position_id_per_seconds": 13,
+            "audio_config": {"num_mel_bins": 128, "n_window": 50}},
+    images={**FAMILIES["qwen2_audio"].images, **_VISUAL.images},
+    tokens=tuple(_OMNI_NAMES.values()),
+    named=_OMNI_NAMES,
+)  # fmt: skip
 
 
 def write_folder(folder: Path, family: str) -> ModelConfig:

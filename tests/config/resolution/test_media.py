@@ -127,6 +127,14 @@ def test_what_is_not_built(model: ModelConfig, sections: dict[str, Any], words: 
         run(model, make_records(tasks=tasks), **sections, media={"enabled": True})
 
 
+def test_further_rows_need_layers_in_the_first_stage(model: ModelConfig) -> None:
+    vision = {**model.full_config["vision_config"], "deepstack_visual_indexes": [0, 1]}
+    model = replace(model, full_config={**model.full_config, "vision_config": vision}, num_layers=4)
+    assert run(model, parallel={"pp": 2}).media is not None
+    resolved = run(model, parallel={"pp": 4})
+    assert resolved.media is None and "goes to 2 layers, and the first of 4 stages has 1" in resolved.reasons["media.enabled"]
+
+
 def test_names_that_do_not_fit(model: ModelConfig) -> None:
     for names, words in ((["audio"], "for audio"), (["image", "nothing"], "nothing"), (["image", "image"], "image")):
         if names == ["image", "image"]:

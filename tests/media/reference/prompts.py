@@ -80,6 +80,30 @@ def make_sound(seed: int, seconds: float) -> np.ndarray:
     return np.random.default_rng(seed).uniform(-0.5, 0.5, int(seconds * 16_000)).astype(np.float32)
 
 
+def make_mixed_chats() -> list[Prompt]:
+    """Prompts of several modalities, whose parts alternate and have odd sizes."""
+    pictures = [make_image(1), make_image(4, 31, 97)]
+    sounds = [make_sound(1, 1.3), make_sound(2, 0.371), make_sound(3, 2.0107)]
+    film = make_video(1)  # of two seconds: its positions are whole numbers
+    forms: dict[str, tuple[Any, ...]] = {
+        "an image and a sound": ("look at", pictures[0], "and hear", sounds[0], "then say"),
+        "the same text, and another sound": ("look at", pictures[0], "and hear", sounds[1], "then say"),
+        "sounds around an image": (sounds[1], sounds[0], pictures[1], "say", sounds[2]),
+        "two sounds": ("hear", sounds[2], "and", sounds[1], "say"),
+        "all": ("see", film, "hear", sounds[1], "look", pictures[1], "again", sounds[1], pictures[0], "say"),
+        "text": ("nothing to see or hear",),
+    }
+    prompts = []
+    for name, parts in forms.items():
+        content = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": kind, kind: part}
+            for part in parts
+            for kind in ["image" if isinstance(part, Image.Image) else "audio" if isinstance(part, np.ndarray) else "video"]
+        ]
+        prompts.append(Prompt(name, [{"role": "user", "content": content}], tuple(p for p in parts if isinstance(p, Image.Image))))
+    return prompts
+
+
 def make_files_chat(kind: str, *parts: Any, name: str) -> Prompt:
     """A user's message of texts and files of one kind."""
     content = [{"type": "text", "text": each} if isinstance(each, str) else {"type": kind, kind: each} for each in parts]

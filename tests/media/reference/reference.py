@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.media.reference.prompts import Prompt
 from tests.models.media_checkpoints import load_media_reference
 
 _NESTED = ("mistral3", "llava_next", "gemma3")  # processors that take a list for each prompt
+_OMNI = "qwen3_omni_moe_thinker"
 _TIE = 1e-4  # logits that are closer are equal within rounding
 
 
@@ -53,6 +55,21 @@ def _find_positions(find: Callable[..., Any], input_ids: torch.Tensor, mm_token_
     return positions, torch.tensor([[following - place]])
 
 
+def _concatenate(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Along the first axis; sounds of different lengths get zeros at their ends."""
+    length = max(array.shape[-1] for array in arrays)
+    return torch.cat([torch.nn.functional.pad(array, (0, length - array.shape[-1])) for array in arrays])
+
+
+def _encode_alone(encode: Callable[..., Any], input_features: torch.Tensor, feature_lens: torch.Tensor, **keys: Any) -> Any:
+    """Sounds each alone. The tower of Qwen3-Omni pads the last chunk of each to the longest chunk
+    of all, and its convolutions read that: beside others, a short sound has other rows."""
+    pieces = input_features.split(feature_lens.tolist(), 1)
+    outputs = [encode(piece, feature_lens=length[None], **keys) for piece, length in zip(pieces, feature_lens, strict=True)]
+    outputs[0].last_hidden_state = torch.cat([each.last_hidden_state for each in outputs])
+    return outputs[0]
+
+
 class Reference:
     """One checkpoint."""
 
@@ -63,7 +80,10 @@ class Reference:
         self.family = str(self._config["model_type"])
         self.model = load_media_reference(folder)
         has_images = "vision_config" in self._config and self.family != "llama4"  # its processor needs torchvision
-        if hasattr(self.model.model, "get_rope_index"):
+        if self.family == _OMNI:
+            tower = self.model.model.audio_tower
+            tower.forward = partial(_encode_alone, tower.forward)
+        elif hasattr(self.model.model, "get_rope_index"):
             self.model.model.get_rope_index = partial(_find_positions, self.model.model.get_rope_index)
         self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil") if has_images else None
 
@@ -89,19 +109,22 @@ class Reference:
         for item in items:
             for run in item.runs:
                 kinds[0, run.start : run.start + run.count] = 2 if item.modality == "video" else 1
-        if "mrope_section" in json.dumps(self._config):
+        if self.family != _OMNI and hasattr(self.model.model, "get_rope_index"):
             inputs["mm_token_type_ids"] = kinds
         elif self.family == "gemma3":
             inputs["token_type_ids"] = kinds
         if prompt.images and self._processor is not None:
             inputs |= self._read_images(prompt.images)
         others = [item for item in items if item.modality != "image" or self._processor is None]
-        if others:
-            arrays = [self._read_arrays(map_features(item)) for item in others]
-            inputs |= {name: torch.cat([each[name] for each in arrays]) for name in arrays[0]}
+        for _, group in itertools.groupby(sorted(others, key=attrgetter("modality")), attrgetter("modality")):  # which keeps their order
+            arrays = [self._read_arrays(map_features(item)) for item in group]
+            inputs |= {name: _concatenate([each[name] for each in arrays]) for name in arrays[0]}
         if self.family == "qwen2_5_vl" and others:
             speed = self._config["vision_config"]["tokens_per_second"]
             inputs["second_per_grid_ts"] = torch.tensor([item.runs[0].frame_step / speed for item in others])
+        if self.family == _OMNI and (films := [item for item in others if item.modality == "video"]):
+            speed = self._config["position_id_per_seconds"]
+            inputs["video_second_per_grid"] = torch.tensor([item.runs[0].frame_step / speed for item in films])
         return inputs
 
     def _read_images(self, images: Sequence[Any]) -> dict[str, Any]:
@@ -112,7 +135,7 @@ class Reference:
             side = self._config["vision_config"]["patch_size"] * self._config["spatial_merge_size"]
             arguments["patch_size"] = {"height": side, "width": side}
         features = dict(self._processor(given, return_tensors="pt", **arguments))
-        for name in ("num_crops", "num_patches", "num_soft_tokens_per_image"):
+        for name in ("num_crops", "num_patches", "num_soft_tokens_per_image", "grids", "num_patches_per_image"):
             features.pop(name, None)
         if self.family == "llava_onevision":
             features["batch_num_images"] = torch.ones(len(images), dtype=torch.int64)

@@ -20,6 +20,7 @@ from tests.media.reference.prompts import (
     make_chat,
     make_files_chat,
     make_image,
+    make_mixed_chats,
     make_prompts,
     make_sound,
     make_video,
@@ -32,8 +33,9 @@ NUM_TOKENS = 64
 IMAGES = [name for name, family in FAMILIES.items() if "image" in family.placeholders and not name.startswith("Llama4")]
 VIDEOS = [name for name in IMAGES if name.startswith("Qwen")]  # of others none are read yet
 SOUNDS = [name for name, family in FAMILIES.items() if "audio" in family.placeholders]
+MIXED = ["Qwen3OmniMoeThinkerForConditionalGeneration"]
 # with pages of one token, all that earlier prompts have is hit; others have states or windows
-EXACT = [name for name in IMAGES if not name.startswith(("Qwen3_5", "Gemma"))]
+EXACT = [name for name in IMAGES if not name.startswith(("Qwen3_5", "Gemma", "MiniCPM"))]
 DRAFTED = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 FILE_SETTINGS = ("default", "chunks of 16, pages of 1", "chunks of 64, pages of 16", "ngram", "tp 2", "pp 2")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -58,6 +60,7 @@ ALWAYS = {
     ("Qwen3VLForConditionalGeneration", "small budget"),
     ("Gemma3ForConditionalGeneration", "small budget"),
     ("Gemma4ForConditionalGeneration", "chunks of 16, pages of 1"),
+    ("Qwen3OmniMoeThinkerForConditionalGeneration", "chunks of 16, pages of 1"),
 }
 Made = Callable[[str], Checkpoint]
 
@@ -173,13 +176,13 @@ def test_prompt_logprobs(architecture: str, made: Made) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("settings", FILE_SETTINGS)
-@pytest.mark.parametrize("architecture", [*VIDEOS, *SOUNDS])
-def test_videos_and_sounds(architecture: str, settings: str, made: Made) -> None:
+@pytest.mark.parametrize(("kind", "architecture"), [("video", name) for name in VIDEOS] + [("audio", name) for name in SOUNDS])
+def test_videos_and_sounds(kind: str, architecture: str, settings: str, made: Made) -> None:
     checkpoint = made(architecture)
-    if architecture in SOUNDS:
-        kind, files = "audio", [make_sound(1, 1.3), make_sound(2, 0.7), make_sound(3, 1.3)]
+    if kind == "audio":
+        files = [make_sound(1, 1.3), make_sound(2, 0.7), make_sound(3, 1.3)]
     else:
-        kind, files = "video", [make_video(1), make_video(2, 3.0, width=80), make_video(3)]
+        files = [make_video(1), make_video(2, 3.0, width=80), make_video(3)]
     prompts = [
         make_files_chat(kind, "take", files[0], "say", name="one"),
         make_files_chat(kind, "take", files[2], "say", name="another of equal length"),
@@ -191,6 +194,19 @@ def test_videos_and_sounds(architecture: str, settings: str, made: Made) -> None
         for _ in range(2):
             outputs = run(engine, [*prompts, *prompts], greedy(NUM_TOKENS))
             checkpoint.expected.check(engine, [*prompts, *prompts], outputs)
+        engine.control("check_integrity")
+
+
+@pytest.mark.parametrize(("architecture", "settings"), make_cases(MIXED, list(SETTINGS)))
+def test_modalities_beside_each_other(architecture: str, settings: str, made: Made) -> None:
+    """Images, videos and sounds of one prompt; four sequences of every other prompt."""
+    checkpoint, prompts = made(architecture), make_mixed_chats()
+    params = [greedy(NUM_TOKENS, n=1 + 3 * (number % 2)) for number in range(len(prompts))]
+    with checkpoint.open_engine(**SETTINGS[settings]) as engine:
+        assert set(engine.modalities) == {"image", "video", "audio"}
+        for _ in range(2):
+            checkpoint.expected.check(engine, prompts, run(engine, prompts, params))
+        assert settings != "preemption" or engine.control("server_info")["preempted"] > 0
         engine.control("check_integrity")
 
 

@@ -18,7 +18,7 @@ from frame.plugins.modalities.audio import AudioModality
 from frame.plugins.modalities.processor import build_processor, load_feature_extractor, load_tokenizer
 from frame.testing.modality.folders import write_folder
 
-NAMES = ("qwen2_audio", "voxtral")
+NAMES = ("qwen2_audio", "voxtral", "qwen3_omni")
 
 
 def make(seconds: float, rate: int = 16_000, channels: int = 1) -> tuple[bytes, np.ndarray]:
@@ -53,6 +53,23 @@ def test_qwen2_audio_is_the_processors(built: dict[str, AudioModality], seconds:
     got = modality.compute_features(data, size, {})
     for name in ("input_features", "feature_attention_mask"):
         assert np.abs(got[name] - np.asarray(expected[name])).max() < 1e-6
+
+
+@pytest.mark.parametrize("seconds", [0.0126, 0.0371, 0.999, 1.0, 7.337, 30.01])
+def test_qwen3_omni_is_the_processors(built: dict[str, AudioModality], seconds: float) -> None:
+    """Sound of any length, without padding."""
+    modality = built["qwen3_omni"]
+    data, samples = make(seconds)
+    size = modality.read_size(data)
+    folder, config = modality.context.folder, modality.context.model_config
+    parts = {"feature_extractor": load_feature_extractor(folder)}
+    reference = build_processor(folder, config, load_tokenizer(folder), **parts)
+    expected, texts = reference._process_audio([samples], return_tensors="np", **reference.audio_kwargs)
+    assert modality.lay_out(size, {}).expansion == texts[0]
+    got = modality.compute_features(data, size, {})
+    assert set(got) == {"input_features", "feature_attention_mask"}
+    for name, array in got.items():
+        assert array.shape == np.asarray(expected[name]).shape and np.abs(array - np.asarray(expected[name])).max() < 1e-6
 
 
 @pytest.mark.parametrize("seconds", [0.5, 30.0, 30.1, 61.0])
@@ -91,10 +108,10 @@ def test_lengths(built: dict[str, AudioModality]) -> None:
     short = AudioModality(ModalityContext(voxtral.context.folder, voxtral.context.model_config, MediaLimits(max_seconds=5)))
     with pytest.raises(MediaError, match="may have 5"):
         short.read_size(make(6)[0])
-    for seconds in (0.0, 0.001):
+    for name, seconds in (("qwen2_audio", 0.0), ("qwen2_audio", 0.001), ("qwen3_omni", 0.0125)):
         data = make(seconds)[0]
         with pytest.raises(MediaError, match=r"no samples|too short"):
-            built["qwen2_audio"].lay_out(built["qwen2_audio"].read_size(data), {})
+            built[name].lay_out(built[name].read_size(data), {})
     with pytest.raises(MediaError, match="'format' is no option"):
         voxtral.lay_out(voxtral.read_size(make(1)[0]), {"format": "wav"})
 

@@ -15,10 +15,12 @@ import pytest
 from PIL import Image
 
 from frame.core.errors import ConfigurationError
+from frame.core.messages import MediaText
 from frame.interfaces.modality import MediaError, MediaLimits, ModalityContext
 from frame.plugins.modalities.image import ImageModality, normalise
 from frame.plugins.modalities.processor import as_arrays, load_image_processor
 from frame.testing.modality.folders import FAMILIES, write_folder
+from frame.text.message_parts import expand_placeholders
 
 VISUAL = [name for name, family in FAMILIES.items() if "vision_config" in family.config]
 SIZES = [(300, 200), (200, 300), (33, 47), (640, 30), (30, 640), (900, 900), (28, 28), (1, 1)]
@@ -81,7 +83,7 @@ def test_features_and_tokens_are_the_processors(built: dict[str, ImageModality],
             continue
         compare(modality, data, image)
         _, texts = modality._processor._process_images([image], **{**modality._arguments, "do_convert_rgb": True})
-        assert layout.expansion == texts[0]
+        assert layout.expansion == modality._prefix + texts[0]
         if layout.grids:
             assert np.prod(layout.grids[0]) == layout.expansion.count(modality.row_token)
         assert layout.expansion.count(modality.row_token) > 0 and layout.patches > 0
@@ -256,3 +258,21 @@ def test_a_size_that_the_processor_does_not_read_is_refused(folder: Path, built:
     other = ImageModality(replace(context, processor_options={"size": {"max_height": 112, "max_width": 84}}))
     with pytest.raises(MediaError, match="send one"):
         other.lay_out(other.read_size(save(make(96, 64).convert("RGB"))), {})
+
+
+def test_images_of_a_prompt_are_numbered(built: dict[str, ImageModality]) -> None:
+    """MiniCPM-V's processor writes the number of each, which it finds with all images at hand."""
+    modality = built["minicpmv4_6"]
+    images = [make(200, 90), make(60, 60, seed=1), make(90, 250, seed=2)]
+    text = f"a{modality.placeholder}b{modality.placeholder}{modality.placeholder}c"
+    layouts = [modality.lay_out(modality.read_size(save(image)), {}) for image in images]
+    media = [MediaText("image", modality.placeholder, modality.row_token, layout.expansion) for layout in layouts]
+    expanded, _ = expand_placeholders(text, media)
+    processor = modality._processor
+    assert expanded.count("<image_id>") == 3
+    assert processor.tokenizer(expanded)["input_ids"] == processor(text=[text], images=images, padding=False)["input_ids"][0].tolist()
+    folder, config = modality.context.folder, modality.context.model_config
+    plain = ImageModality(ModalityContext(folder, config, processor_options={"use_image_id": False}))
+    assert "<image_id>" not in plain.lay_out(plain.read_size(save(images[0])), {}).expansion
+    with pytest.raises(ConfigurationError, match="downsample_mode is no option"):
+        ImageModality(ModalityContext(folder, config, processor_options={"downsample_mode": "4x"}))

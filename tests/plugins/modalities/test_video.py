@@ -50,7 +50,7 @@ def make(count: int = 30, fps: int = 10, width: int = 128, height: int = 96, kin
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VideoModality]:
     folder = tmp_path_factory.mktemp("families")
-    names = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+    names = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_omni")
     return {name: VideoModality(ModalityContext(folder / name, write_folder(folder / name, name))) for name in names}
 
 
@@ -107,6 +107,8 @@ def test_options(built: dict[str, VideoModality]) -> None:
     for options in ({"fps": 0}, {"fps": "x"}, {"fps": True}, {"max_frames": 10_000}, {"speed": 2}):
         with pytest.raises(MediaError):
             modality.lay_out(size, options)
+    with pytest.raises(MediaError, match="'use_audio_in_video' is no option"):
+        built["qwen3_omni"].lay_out(size, {"use_audio_in_video": True})
 
 
 def test_positions(built: dict[str, VideoModality]) -> None:
@@ -115,6 +117,8 @@ def test_positions(built: dict[str, VideoModality]) -> None:
     layout = built["qwen2_5_vl"].lay_out(size, {})
     assert (len(layout.grids), layout.frame_step) == (1, 2.0)  # two positions a second, a temporal patch of one
     assert built["qwen2_vl"].lay_out(size, {}).frame_step == 1.0
+    layout = built["qwen3_omni"].lay_out(size, {})
+    assert (len(layout.grids), layout.frame_step) == (1, 13.0)  # thirteen a second
     layout = built["qwen3_vl"].lay_out(size, {})
     assert len(layout.grids) == 6 == layout.expansion.count(" seconds>") and {grid[0] for grid in layout.grids} == {1}
     assert layout.expansion.startswith("<0.2 seconds><|vision_start|>")
