@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 
 from tests.covering import mark_exhaustive
+from tests.metadata import keep_metadata
 
 # Processes of frame do not import from the working folder, and some run a module of the tests.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
 
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("authority.pem"))  # read by Python, httpx and the libraries of clients
 
+keep_metadata()
 gc.disable()  # till the tests are collected: what imports make stays alive, and was traversed for a fifth of their time
 
 

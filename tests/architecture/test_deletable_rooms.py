@@ -163,7 +163,7 @@ def run_without(tree: Path, *names: str) -> None:
     paths = [each for room in rooms for each in room.paths]
     with deleted(tree, *rooms):
         command = [sys.executable, "-P", "-c", PROBE, *commands, "--", *paths]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment(tree)}, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment(tree)}, timeout=500, check=False)
     assert done.returncode == 0, f"{names}: {done.stderr[-3000:]}"
 
 

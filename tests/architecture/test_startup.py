@@ -43,7 +43,7 @@ print(json.dumps({"code": code, "modules": sorted(sys.modules), "cpu": usage.ru_
 def probe(*arguments: str) -> dict:
     """Run `import NAME…` or `cli ARG…` in a fresh process; what it loaded, its CPU seconds and its
     output. MODULE:FUNCTION as a NAME also calls the function."""
-    done = subprocess.run([sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

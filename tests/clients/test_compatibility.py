@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import openai
 import pytest
 
 from tests.clients.conftest import KEY, MODEL
+from tests.entrypoints.fork_server import run_forked
 from tests.entrypoints.serving import RunningServer
 
 ROOT = Path(__file__).parents[2]
@@ -217,7 +217,7 @@ def test_what_does_not_start(row: str, tmp_path: Path) -> None:
     for each in DIFFERS[row]:
         if isinstance(each, Started):
             arguments = [argument.replace("{colbert}", str(tmp_path)) for argument in each.arguments]
-            done = subprocess.run([sys.executable, "-m", "frame", *arguments], capture_output=True, text=True, timeout=120, check=False)
+            done = run_forked([sys.executable, "-m", "frame", *arguments])
             assert done.returncode != 0
             assert each.says in done.stderr
 

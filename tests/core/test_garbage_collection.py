@@ -42,7 +42,7 @@ assert all(id(each) in oldest for each in made)
 
 def test_objects_of_imports_are_not_traversed_by_the_next_collection() -> None:
     """In a process that has frozen none, with few objects to go through."""
-    subprocess.run([sys.executable, "-c", MADE], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", MADE], check=True, timeout=500)
 
 
 def test_garbage_is_collected_before_the_block_and_not_in_it() -> None:

@@ -19,13 +19,13 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.entrypoints.fork_server import make_environment, start_forked
+from tests.entrypoints.fork_server import CHILD_ROLE, make_environment, start_forked
 
 if TYPE_CHECKING:
     from frame import Engine
 
 READY = re.compile(r"ready on (https?://[^\s,]+)")
-START_TIMEOUT = 90.0
+START_TIMEOUT = 240.0  # seconds, as all limits here: for a machine that is busy with other work
 FAKE_SERVE = (sys.executable, "-m", "tests.entrypoints.fake_engine", "serve")
 
 
@@ -33,7 +33,10 @@ class RunningServer:
     """`fake`: the engine runs a fake model (`fake_engine.py`), which starts fast and
     needs no weights. `reads_log`: standard error is read to its end; else only until the server is
     ready. `command`: of a server that is no fake; `cwd`: its working folder. `forked`: it may be
-    started by the fork server, which has its imports."""
+    started by the fork server, which has its imports. `forks_children`: so are restarts of its
+    engine, its other ranks and its text processes."""
+
+    _forks_children = False
 
     def __init__(
         self,
@@ -45,12 +48,15 @@ class RunningServer:
         command: Sequence[str] = (sys.executable, "-m", "frame", "serve"),
         cwd: Path | None = None,
         forked: bool = True,
+        forks_children: bool = True,
     ) -> None:
         command = [*(FAKE_SERVE if fake else command), "--model", str(folder), "--port", "0", *flags]
+        self._forks_children = forks_children
         self._start(command, env, reads_log, cwd, forked and cwd is None)
 
     def _start(self, command: list[str], env: dict[str, str] | None, reads_log: bool, cwd: Path | None = None, forked: bool = True) -> None:
-        self.process = (start_forked(command, env or {}) if forked else None) or subprocess.Popen(
+        forked_process = start_forked(command, env or {}, forks_children=self._forks_children) if forked else None
+        self.process = forked_process or subprocess.Popen(
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=make_environment(env or {}), text=True, cwd=cwd
         )
         self.lines: list[str] = []
@@ -78,7 +84,7 @@ class RunningServer:
 
     def children(self) -> dict[str, psutil.Process]:
         """By role."""
-        return {child.cmdline()[4]: child for child in psutil.Process(self.process.pid).children()}
+        return {child.cmdline()[4]: child for child in list_children(self.process.pid)}
 
     @property
     def grpc_address(self) -> str:
@@ -86,18 +92,18 @@ class RunningServer:
         return next(line.split()[-1] for line in self.lines if "gRPC on" in line)
 
     def get(self, path: str) -> Any:
-        return httpx.get(self.url + path, timeout=30).raise_for_status().json()
+        return httpx.get(self.url + path, timeout=120).raise_for_status().json()
 
     def post(self, path: str, body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60)
+        return httpx.post(self.url + path, json=body, timeout=120)
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
-        families = text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=30).text)
+        families = text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=120).text)
         return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
     def ready(self) -> bool:
-        return httpx.get(self.url + "/health/ready", timeout=30).status_code == 200
+        return httpx.get(self.url + "/health/ready", timeout=120).status_code == 200
 
     def kill(self) -> None:
         """SIGKILL of the server and all its processes."""
@@ -113,7 +119,7 @@ class RunningServer:
             self.process.send_signal(signal.SIGTERM)
         return self.wait()
 
-    def wait(self, timeout: float = 30.0) -> int:
+    def wait(self, timeout: float = 120.0) -> int:
         try:
             return self.process.wait(timeout)
         finally:
@@ -124,6 +130,17 @@ class RunningServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def list_children(pid: int, *, recursive: bool = False) -> list[psutil.Process]:
+    """The children of a server, without the one that forks them."""
+
+    def forks(child: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return CHILD_ROLE in child.cmdline()
+        return False
+
+    return [child for child in psutil.Process(pid).children(recursive) if not forks(child)]
 
 
 @contextlib.contextmanager
@@ -157,9 +174,12 @@ class RunningRouter(RunningServer):
         self._start([sys.executable, "-m", "frame", "router", *replicas, *flags, "--port", "0", "--health-interval", "0.2"], None, True)
 
 
-def wait_until(condition: Any, timeout: float = 20.0) -> None:
-    """Poll a condition of another process."""
+def wait_until(condition: Any, timeout: float = 60.0) -> None:
+    """Poll a condition of another process, at most half of the time: it has work to do."""
     deadline = time.monotonic() + timeout
-    while not condition():
+    while True:
+        began = time.monotonic()
+        if condition():
+            return
         assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
+        time.sleep(min(0.1, max(0.01, time.monotonic() - began)))

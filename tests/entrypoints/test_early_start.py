@@ -65,7 +65,7 @@ def test_it_becomes_the_engine() -> None:
 @pytest.mark.parametrize(("flags", "status"), [(("--page-size", "-1"), 78), (("--no-such-flag",), 2)])
 def test_it_ends_when_the_start_is_refused(flags: tuple[str, ...], status: int) -> None:
     with serving(*flags) as process:  # it may refuse before a look at its children
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=300)
         assert process.returncode == status, said
         assert not early_processes(process.pid)
         assert "Traceback" not in said
@@ -76,7 +76,7 @@ def test_it_ends_with_a_start_that_is_stopped(number: signal.Signals) -> None:
     with starting() as (process, child):
         wait_until(lambda: len(early_processes(process.pid)) == 1 or process.poll() is not None)  # it may not run its program yet
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         assert process.returncode != 78
         wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
@@ -103,7 +103,7 @@ def test_the_start_goes_on_without_it() -> None:
 
 def test_it_ends_with_its_input() -> None:
     command = [sys.executable, "-m", WORKER, "scheduler", "--early", "--parent", str(os.getpid())]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60, check=False)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=500, check=False)
     assert (done.returncode, done.stderr) == (EXIT_ORPHANED, b"")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,15 @@ import httpx
 import psutil
 import pytest
 
-from tests.entrypoints.fork_server import ForkedProcess, ForkServer, make_environment, start_forked
-from tests.entrypoints.serving import READY
+from tests.entrypoints.fork_server import PADDING, ForkedProcess, ForkServer, make_environment, run_forked, start_forked
+from tests.entrypoints.serving import READY, RunningServer, wait_until
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="servers are forked on Linux only")
+
+
+def is_forked(pid: int) -> bool:
+    """Whether the command line of a process has the room of one of the fork server."""
+    return len(Path(f"/proc/{pid}/cmdline").read_bytes()) > PADDING
 
 
 def command_of(checkpoint: Path, *flags: str) -> list[str]:
@@ -58,7 +64,7 @@ def test_its_end_by_a_signal_is_seen(running: tuple[ForkedProcess, str]) -> None
     assert children
     process.kill()
     assert process.wait(30) == -signal.SIGKILL
-    assert not psutil.wait_procs(children, 30)[1]
+    assert not psutil.wait_procs(children, 120)[1]
 
 
 def test_its_refusal_has_a_code_and_a_sentence(checkpoint: Path) -> None:
@@ -81,3 +87,44 @@ def test_it_is_forked_where_many_files_are_open(checkpoint: Path) -> None:
     assert process.wait(30) != 0
     assert "--no-such-flag" in process.stderr.read()
     server.close()
+
+
+def test_children_of_a_server_with_threads_are_forked_and_are_its_own(checkpoint: Path) -> None:
+    start(command_of(checkpoint, "--no-such-flag")).wait(30)  # the next one with this environment is forked
+    with RunningServer(checkpoint, "--max-model-len", "64", "--detokenizer-workers", "1") as server:
+        before = server.children()
+        assert set(before) == {"scheduler", "detokenizer"}
+        assert all(is_forked(child.pid) for child in before.values())
+        before["scheduler"].kill()
+        wait_until(lambda: server.metric("frame_engine_restarts_total") == 1 and server.ready(), 60)
+        after = server.children()
+        assert after["scheduler"].pid != before["scheduler"].pid
+        assert is_forked(after["scheduler"].pid)
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4}}
+        assert server.post("/generate", body).json()["meta_info"]["completion_tokens"] == 4
+        (forker,) = (each for each in psutil.Process(server.process.pid).children() if each not in after.values())
+        forker.kill()
+        after["scheduler"].kill()
+        wait_until(lambda: server.metric("frame_engine_restarts_total") == 2 and server.ready(), 60)
+        assert not is_forked(server.children()["scheduler"].pid)
+        ended = [*server.children().values()]
+        server.kill()
+    assert not psutil.wait_procs(ended, 120)[1]
+
+
+def test_a_program_has_its_words_folder_and_streams(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import sys\nsys.stderr.write('err')\nprint(sys.argv[1:], __name__)\nsys.exit(5)")
+    code = "import os, sys; print(os.getcwd(), sys.argv, os.environ['FRAME_X'], sys.stdin.read()); import own"
+    run_forked([sys.executable, "-c", ""])  # the next one with this environment is forked
+    module = run_forked([sys.executable, "-m", "json.tool", "--help"])
+    file = run_forked([sys.executable, str(tmp_path / "own.py"), "a b"])
+    text = run_forked([sys.executable, "-c", code, "c"], environment=make_environment({"FRAME_X": "d"}), cwd=tmp_path)
+    failed = run_forked([sys.executable, "-c", "raise ValueError('a reason')"])
+    assert (module.returncode, module.stderr) == (0, "") and "indent" in module.stdout
+    assert (file.returncode, file.stdout, file.stderr) == (5, "['a b'] __main__\n", "err")
+    assert (text.returncode, text.stdout) == (5, f"{tmp_path} ['-c', 'c'] d \n['c'] own\n")
+    assert failed.returncode == 1 and failed.stderr.endswith("ValueError: a reason\n")
+    said = run_forked([sys.executable, "-c", "print(len(open('/proc/self/cmdline').read()))"]).stdout
+    assert int(said) > PADDING
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_forked([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.2)

@@ -35,11 +35,11 @@ def test_an_engine_starts_without_compilers_and_algebra(checkpoint: Path, tmp_pa
     config = json.loads((checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     command = [sys.executable, "-c", START, str(checkpoint), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
     assert done.stdout.split() == []
 
 
 def test_a_server_starts_its_processes_before_it_imports_http() -> None:
-    done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, timeout=500, check=False)
     assert done.stdout.split() == ["|"], done.stderr
     assert (done.returncode, "the processes are started" in done.stderr) == (1, True)

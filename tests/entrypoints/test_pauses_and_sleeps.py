@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from frame import Engine, SamplingParams
-from tests.entrypoints.serving import RunningRouter, RunningServer, open_engines, wait_until
+from tests.entrypoints.serving import RunningRouter, RunningServer, list_children, open_engines, wait_until
 
 KEYS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_total_tokens": 16384, "threads": 1, "page_size": 4}
 FLAGS = ("--dtype", "float32", "--max-model-len", "256", "--max-total-tokens", "16384", "--page-size", "4", "--sleep-mode", "wait")
@@ -234,7 +234,7 @@ def test_a_router_wakes_servers_that_sleep(folders: list[Path]) -> None:
 def engines(server: RunningServer) -> dict[str, psutil.Process]:
     """By number of the replica."""
     found = {}
-    for child in psutil.Process(server.process.pid).children():
+    for child in list_children(server.process.pid):
         line = child.cmdline()
         if "scheduler" in line and "--replica" in line:
             found[line[line.index("--replica") + 1]] = child

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from frame import Engine
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.cli.main import cli
 from frame.host.authenticated_link import KEY_VARIABLE
+from tests.entrypoints.fork_server import run_forked
 
 Break = Callable[[Path], object]
 FIGURES = re.compile(r"\d+\.\d+ GiB|\d+ tokens of|try cache\.\w+: [\d.]+")  # of the memory that is free at the moment
@@ -228,7 +228,7 @@ def test_the_check_reads_no_values(checkpoint: Path, monkeypatch: pytest.MonkeyP
 
 def run_command(command: str, flags: list[str]) -> tuple[int, str]:
     arguments = [sys.executable, "-m", "frame", *command.split(), *flags]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = run_forked(arguments)
     assert "Traceback" not in done.stderr
     return done.returncode, say(done.stderr)
 

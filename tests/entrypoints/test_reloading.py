@@ -107,7 +107,7 @@ def test_the_end_of_a_terminal_ends_the_server(checkpoint: Path) -> None:
         while b"ready on" not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGHUP)
-        process.communicate(timeout=20)
+        process.communicate(timeout=300)
         assert process.returncode == 0
     finally:
         process.kill()

@@ -10,7 +10,7 @@ import pytest
 
 from frame.testing.checkpoints import make_checkpoint
 from tests.entrypoints.chaos.storm import Storm, restarts
-from tests.entrypoints.serving import RunningServer, wait_until
+from tests.entrypoints.serving import RunningServer, list_children, wait_until
 
 FLAGS = ("--dp", "2", "--max-model-len", "512", "--max-total-tokens", "8192", "--max-running-requests", "8", "--heartbeat-timeout", "3")
 
@@ -24,7 +24,7 @@ def server(checkpoint: Path) -> Iterator[RunningServer]:
 def engines(server: RunningServer) -> dict[str, psutil.Process]:
     """By number of the replica."""
     found = {}
-    for child in psutil.Process(server.process.pid).children():
+    for child in list_children(server.process.pid):
         if "scheduler" in (line := child.cmdline()):
             found[line[line.index("--replica") + 1]] = child
     return found
@@ -88,7 +88,7 @@ def test_attention_groups_give_the_texts_of_one_rank(tmp_path: Path) -> None:
         with RunningServer(folder, *flags, "--max-running-requests", "8", *more, fake=False) as server:
             replies.append(storm(server))
             if more:
-                follower = next(child for child in psutil.Process(server.process.pid).children() if "follower" in child.cmdline())
+                follower = next(child for child in list_children(server.process.pid) if "follower" in child.cmdline())
                 replies.append(storm(server, storm.progress // 3, follower.kill))
                 resolve(server)
                 assert restarts(server) == 1

@@ -16,6 +16,7 @@ import pytest
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.tools.scaffold import write_plugin
 from frame.interfaces.kinds import KINDS
+from tests.entrypoints.fork_server import run_forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,10 +70,16 @@ for kind, checkpoint, readme in zip(*[iter(sys.argv[1:])] * 3):
 """
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env={**os.environ, **environment})
+def run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done
+
+
+def run_with(installed: Path, *arguments: str) -> str:
+    """Run Python with the packages of a folder. -> its output."""
+    done = run_forked([sys.executable, *arguments], paths=[str(installed)], imports=("pytest",), timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -94,22 +101,22 @@ def test_every_kind_installs_is_found_and_passes_its_tests(written: Path, tmp_pa
     listed = "import json; from frame.plugins.loader import load_registry; r = load_registry(); "
     listed += "assert not r.broken, r.broken; every = [x for kind in r.all_records().values() for x in kind]; "
     listed += "print(*[x.name for x in every if x.distribution.startswith('frame-my-')])"
-    found = run(sys.executable, "-c", listed, PYTHONPATH=str(installed)).stdout.split()
+    found = run_with(installed, "-c", listed).split()
     assert sorted(found) == sorted(f"my_{kind}" for kind in KINDS)
     tests = [f"{package}/tests" for package in packages]
     plain = ("-p", "no:cacheprovider", "-p", "no:xdist", "-q", "--import-mode=importlib", "-c", os.devnull, "--rootdir", str(written))
     chosen = " and ".join(f"not {name}" for name in left_out)
-    result = run(sys.executable, "-m", "pytest", "-rs", "-k", chosen, *plain, *tests, PYTHONPATH=str(installed))
-    assert " passed" in result.stdout
+    result = run_with(installed, "-m", "pytest", "-rs", "-k", chosen, *plain, *tests)
+    assert " passed" in result
     skipped: Counter[str] = Counter()
-    for number, package in re.findall(r"^SKIPPED \[(\d+)\] \S*frame-my-([a-z-]+)/tests", result.stdout, re.MULTILINE):
+    for number, package in re.findall(r"^SKIPPED \[(\d+)\] \S*frame-my-([a-z-]+)/tests", result, re.MULTILINE):
         skipped[package.replace("-", "_")] += int(number)
-    assert skipped == SKIPPED, result.stdout
+    assert skipped == SKIPPED, result
     suite = "--frame-conformance=logits_processor:my_logits_processor"
-    assert " passed" in run(sys.executable, "-m", "pytest", *plain, suite, PYTHONPATH=str(installed)).stdout
+    assert " passed" in run_with(installed, "-m", "pytest", *plain, suite)
     (written / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "--unknown"')  # as of a clone with more plugins of pytest
     one = (str(written / "frame-my-eviction-policy"), "-p", "no:cacheprovider", "-p", "no:xdist", "-q")
-    assert " passed" in run(sys.executable, "-m", "pytest", *one, PYTHONPATH=str(installed)).stdout
+    assert " passed" in run_with(installed, "-m", "pytest", *one)
     (written / "pyproject.toml").unlink()
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
@@ -117,7 +124,7 @@ def test_every_kind_installs_is_found_and_passes_its_tests(written: Path, tmp_pa
     kinds = [kind for kind in KINDS if KINDS[kind].key and kind != "modality"]  # the checkpoint reads text alone
     readmes = {kind: written / f"frame-my-{kind.replace('_', '-')}" / "README.md" for kind in kinds}
     arguments = [part for kind, readme in readmes.items() for part in (kind, str(checkpoint), str(readme))]
-    resolved = run(sys.executable, "-c", RESOLVE, *arguments, PYTHONPATH=str(installed)).stdout.splitlines()
+    resolved = run_with(installed, "-c", RESOLVE, *arguments).splitlines()
     assert {kind for kind, *names in map(str.split, resolved) if f"my_{kind}" in names} == set(kinds)
 
 

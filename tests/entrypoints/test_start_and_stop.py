@@ -85,7 +85,7 @@ def test_a_server_that_is_stopped_while_it_starts_ends_with_0(checkpoint: Path, 
             wait_until(lambda: replies(url + "/health/live") or process.poll() is not None, 60)
         children = psutil.Process(process.pid).children()
         process.send_signal(number)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=300)
         assert process.returncode == 0, said.decode()
         assert b"Traceback" not in said
         assert b"Aborted" not in said
@@ -96,7 +96,7 @@ def test_a_process_that_dies_during_the_start_ends_it_with_1(checkpoint: Path) -
     with starting(checkpoint, seconds=30.0) as (process, url):
         wait_until(lambda: replies(url + "/health/live"), 60)
         psutil.Process(process.pid).children()[0].kill()
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=300)
         assert process.returncode == 1, said.decode()
         assert b"frame: the start failed: the engine process was killed by signal 9" in said
         assert b"Traceback" not in said
@@ -105,6 +105,6 @@ def test_a_process_that_dies_during_the_start_ends_it_with_1(checkpoint: Path) -
 def test_a_port_that_is_taken_ends_the_start_with_78(checkpoint: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [*SERVE, str(checkpoint), "--port", str(taken.getsockname()[1])]
-        ended = subprocess.run([command[0], "-m", "frame", *command[3:]], capture_output=True, timeout=60, check=False)
+        ended = subprocess.run([command[0], "-m", "frame", *command[3:]], capture_output=True, timeout=500, check=False)
     assert ended.returncode == 78, ended.stderr.decode()
     assert b"cannot listen on 127.0.0.1" in ended.stderr

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.entrypoints.fork_server import run_forked
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "frame-attn-example"
 PACKAGES = sorted((ROOT / "tests" / "examples" / "packages").iterdir())
@@ -28,10 +30,10 @@ class Environment:
 
     python: Path
 
-    def run(self, *arguments: str | Path, check: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str | Path, check: bool = True, timeout: float = 500) -> subprocess.CompletedProcess[str]:
         command = [str(self.python), *map(str, arguments)]
         variables = {name: value for name, value in os.environ.items() if not name.startswith(("FRAME_", "PYTHON", "PYTEST_"))}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=variables)
+        done = run_forked(command, environment=variables, timeout=timeout)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
 
@@ -50,7 +52,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     outer = sysconfig.get_path("purelib")
     (site / "outer.pth").write_text(f"import site; site.addsitedir({outer!r})\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*pip, str(EXAMPLE), *map(str, PACKAGES)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*pip, str(EXAMPLE), *map(str, PACKAGES)], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     return Environment(python)
 
@@ -76,4 +78,4 @@ def server(environment: Environment) -> Iterator[str]:
     drain.start()
     yield address
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0, "".join(lines)
+    assert process.wait(300) == 0, "".join(lines)

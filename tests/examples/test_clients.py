@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.agents.conftest import agent_checkpoint, serve  # noqa: F401 - a fixture
+from tests.entrypoints.fork_server import run_forked
 from tests.entrypoints.http.openai.test_embeddings import folder_of_minilm
 from tests.entrypoints.http.openai.test_transcriptions import as_wave, noise
 from tests.entrypoints.serving import RunningServer
@@ -44,7 +44,7 @@ def chat(agent_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def run(name: str, *arguments: str | Path, fails: bool = False) -> str:
     command = [sys.executable, str(FOLDER / f"{name}.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_forked(command, imports=("openai",))
     assert (done.returncode != 0) == fails, done.stderr
     return done.stdout
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.entrypoints.fork_server import run_forked
 from tests.entrypoints.http.openai.test_embeddings import folder_of_minilm
 from tests.entrypoints.http.openai.test_transcriptions import as_wave, noise
 from tests.entrypoints.serving import RunningServer
@@ -61,8 +62,10 @@ def find_block(example: Example) -> tuple[str, str]:
 
 
 def run(language: str, text: str, folder: Path) -> str:
-    command = [sys.executable, "-c", text] if language == "python" else ["sh", "-euc", text]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
+    if language == "python":
+        done = run_forked([sys.executable, "-c", text], imports=("openai",), cwd=folder)
+    else:
+        done = subprocess.run(["sh", "-euc", text], capture_output=True, text=True, timeout=500, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

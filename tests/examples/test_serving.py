@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.entrypoints.fork_server import run_forked
 from tests.examples.conftest import ROOT, Environment
 
 pytestmark = pytest.mark.slow
@@ -49,15 +49,16 @@ def test_its_answers_are_scored(server: str, environment: Environment) -> None:
 
 
 def test_the_python_of_the_readme_runs(server: str, tmp_path: Path) -> None:
-    *codes, plugin = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    """A client against this server, and an engine with the plugin. `test_documents` runs the engine
+    of the README itself, and the quickstart."""
+    client, engine, plugin = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     file = tmp_path / "shortest.py"
     file.write_text(plugin)
     assert len(plugin.splitlines()) <= 12
-    engine = codes[1].replace('model="frame-tiny"', f'model="frame-tiny", plugin=[{str(file)!r}], schedule_policy="shortest"')
-    assert engine != codes[1]
-    for text, words in zip([*codes, engine], ("green", "self", "self"), strict=True):  # a client's, and engines in process
-        text = text.replace("http://127.0.0.1:30000", server)
-        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
+    with_plugin = engine.replace('model="frame-tiny"', f'model="frame-tiny", plugin=[{str(file)!r}], schedule_policy="shortest"')
+    assert with_plugin != engine
+    for text, words in ((client.replace("http://127.0.0.1:30000", server), "green"), (with_plugin, "self")):
+        done = run_forked([sys.executable, "-c", text], imports=("openai",))
         assert done.returncode == 0, done.stderr
         assert words in done.stdout
 
@@ -72,12 +73,3 @@ def test_the_requests_of_the_documents_work(server: str) -> None:
     for name, route, body in bodies:
         reply = httpx.post(f"{server}{route}", content=body, headers={"content-type": "application/json"}, timeout=60)
         assert reply.status_code == 200, f"{name}: {reply.text}"
-
-
-def test_the_python_of_the_quickstart_runs(server: str) -> None:
-    codes = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), re.DOTALL)
-    assert len(codes) == 2
-    for text in codes:
-        text = text.replace("http://127.0.0.1:30000", server)
-        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr

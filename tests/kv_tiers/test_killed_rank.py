@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 from frame.testing.checkpoints import make_checkpoint
 from tests.entrypoints.chaos.storm import Storm, restarts
-from tests.entrypoints.serving import RunningServer, wait_until
+from tests.entrypoints.serving import RunningServer, list_children, wait_until
 
 FLAGS = ("--dtype", "float32", "--page-size", "4", "--chunked-prefill-size", "64", "--max-running-requests", "4")
 TIERS = ("--cache-tiers", "host", "--set", "plugins.options.kv_tier/host.size_gib=0.05", "--min-load-tokens", "8")
@@ -40,7 +39,7 @@ def test_texts_are_equal_when_a_follower_is_killed(parallel: tuple[str, str], te
     storm, expected = texts.storm, texts.expected
     with RunningServer(texts.folder, *FLAGS, *TIERS, *parallel, "--max-total-tokens", "512", fake=False) as server:
         assert storm(server) == expected
-        follower = next(child for child in psutil.Process(server.process.pid).children() if "follower" in child.cmdline())
+        follower = next(child for child in list_children(server.process.pid) if "follower" in child.cmdline())
         assert storm(server, storm.progress // 3, follower.kill) == expected
         assert restarts(server) == 1
         assert storm(server) == expected

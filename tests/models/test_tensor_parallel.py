@@ -138,7 +138,7 @@ def test_two_processes_over_gloo(tmp_path: Path, checkpoint: Callable[..., Path]
         subprocess.Popen([sys.executable, "-c", RANK, rank, tmp_path, folder, tmp_path], stderr=subprocess.PIPE, cwd=ROOT) for rank in "01"
     ]
     for rank in ranks:
-        _, errors = rank.communicate(timeout=120)
+        _, errors = rank.communicate(timeout=300)
         assert rank.returncode == 0, errors.decode()
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert torch.equal(first, second)

@@ -197,5 +197,5 @@ def test_a_choice_that_an_installed_package_moves_is_said_at_start(faulty: Fault
 
 def test_what_a_plugin_prints_in_a_process_goes_to_the_log() -> None:
     code = "from frame.entrypoints.processes import worker; worker.main = lambda **_: print('seen') or 0; worker.run_process()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=True)
     assert (done.stdout, done.stderr) == ("", "seen\n")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.entrypoints.fork_server import run_forked
 from tests.model_configs import DENSE
 
 KIND = "scheduling_policy"
@@ -105,7 +106,7 @@ class Environment:
     python: Path
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([self.python, *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=self.python.parent)
+        return run_forked([str(self.python), *arguments], cwd=self.python.parent)
 
     def frame(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.run("-m", "frame.entrypoints.cli.main", *arguments)
@@ -126,7 +127,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     (own / "outer.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in outer))
     homes = [package.write(folder) for package in PACKAGES]
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*pip, *homes], capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run([*pip, *homes], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     return Environment(python)
 

@@ -30,7 +30,7 @@ def test_checks_of_the_page(tmp_path: Path, axe: int, page: int, status: int, sa
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "AXE": str(axe), "PAGE": str(page)}
-    done = subprocess.run([str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     assert says in done.stdout
     assert (AXE in done.stdout) == (axe != 0)

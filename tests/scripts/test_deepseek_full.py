@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from frame.entrypoints.tools.plan.planner import PUBLISHED
+from tests.entrypoints.fork_server import run_forked
 
 ROOT = Path(__file__).parents[2]
 NARROW = {
@@ -27,7 +27,7 @@ def run(folder: Path, part: int, tp: int, *flags: str) -> dict[str, Any]:
     small = ("--rates", "8", "--seconds", "1", "--shrink", "64", "--kill-after", "0.1", "--always", "cache.max_total_tokens=8192")
     paths = ("--config", str(folder), "--home", str(folder / "home"), "--json", str(folder / "report.json"))
     command = [sys.executable, str(ROOT / "benchmarks/deepseek_full.py"), "--part", str(part), "--tp", str(tp), *small, *paths, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = run_forked(command, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads((folder / "report.json").read_text())["rows"]
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import distributions
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.entrypoints.fork_server import run_forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +25,7 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def run(out: Path, *flags: str) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "benchmarks/two_cards.py"), "--tiny", "--device", "cpu", "--out", str(out), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = run_forked(command, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     report: dict[str, Any] = json.loads(out.read_text())
     return report

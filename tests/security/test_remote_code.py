@@ -186,7 +186,7 @@ def test_standard_input_is_not_read(make: Callable[[Path], Path], command: tuple
     folder = make(tmp_path / "evil")
     ended = subprocess.run(
         [sys.executable, "-m", "frame", *command, "--model", str(folder)],
-        input="y\n" * 1000, capture_output=True, text=True, timeout=90, check=False,
+        input="y\n" * 1000, capture_output=True, text=True, timeout=500, check=False,
         env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
     )  # fmt: skip
     assert ran(folder) == []

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.entrypoints.serving import RunningServer, free_port
+from tests.entrypoints.serving import RunningServer, free_port, list_children
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "frame/models/frame_tiny"
@@ -85,7 +85,7 @@ def folder(tmp_path: Path) -> Folder:
 
 def modules(server: RunningServer) -> list[str]:
     """What the processes below the server run: a module, or a role of the worker."""
-    lines = [child.cmdline() for child in psutil.Process(server.process.pid).children(recursive=True)]
+    lines = [child.cmdline() for child in list_children(server.process.pid, recursive=True)]
     words = [line[line.index("-m") + 1 :] for line in lines]
     return sorted(word[1] if word[0].endswith(".worker") else word[0].rpartition(".")[2] for word in words)
 
@@ -97,7 +97,7 @@ def request(server: RunningServer, **options: object) -> None:
 
 
 def run(folder: Folder, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder.path, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, cwd=folder.path, capture_output=True, text=True, timeout=500, check=False)
 
 
 def test_a_server_and_its_children(folder: Folder) -> None:
@@ -141,7 +141,7 @@ def test_a_watched_server_with_a_plugin_file(folder: Folder) -> None:
     (folder.path / "plugin.py").write_text(PLUGIN)
     command = (CONSOLE, "serve", "--watch", "--plugin", "plugin.py", "--stat-loggers", "quiet")
     with RunningServer(Path(), *SIZES, fake=False, command=command, cwd=folder.path) as server:
-        assert "serve" in psutil.Process(server.process.pid).children()[0].cmdline()
+        assert "serve" in list_children(server.process.pid)[0].cmdline()
         request(server)
     assert folder.marks == {}
 

@@ -12,7 +12,7 @@ BUILD = "import sys; from hatchling.build import build_wheel; print(build_wheel(
 
 
 def build(folder: Path, target: Path) -> zipfile.ZipFile:
-    done = subprocess.run([sys.executable, "-c", BUILD, target], cwd=folder, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", BUILD, target], cwd=folder, capture_output=True, text=True, timeout=500, check=True)
     return zipfile.ZipFile(target / done.stdout.split()[-1])
 
 

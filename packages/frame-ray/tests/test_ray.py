@@ -106,7 +106,7 @@ def test_ranks_of_two_workers_survive_the_death_of_one_and_of_its_actor(cluster:
             assert len(ranks) == 2
             victim = ranks[1] if is_rank else actor
             victim.kill()
-            psutil.wait_procs([victim], timeout=30)
+            psutil.wait_procs([victim], timeout=120)
             assert engine.generate([5, 6, 7, 8], PARAMS).token_ids == expected
     deadline = time.monotonic() + 10
     while {process.pid for process in rank_parents()} != before and time.monotonic() < deadline:
@@ -177,7 +177,7 @@ def test_two_replicas_answer_and_one_is_replaced(cluster: Cluster) -> None:
             assert httpx.post(f"{url}/v1/completions", json=request, timeout=60).json()["choices"][0]["text"] == text
     finally:
         serve.shutdown()
-    _, alive = psutil.wait_procs(find_servers(), timeout=30)
+    _, alive = psutil.wait_procs(find_servers(), timeout=120)
     assert alive == []
 
 

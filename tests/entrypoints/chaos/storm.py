@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.entrypoints.serving import RunningServer
+from tests.entrypoints.serving import RunningServer, list_children
 
 SHARED = [7] * 40
 WORDS = "The quick brown fox jumps over the lazy dog "
@@ -122,7 +122,7 @@ def _joined(chunks: list[dict[str, Any]], count: int) -> Reply:
 def processes(server: RunningServer) -> dict[str, psutil.Process]:
     """The server's children by role, and number where there are several."""
     found = {}
-    for child in psutil.Process(server.process.pid).children():
+    for child in list_children(server.process.pid):
         with_rank = child.cmdline()
         role = with_rank[4]
         rank = with_rank[with_rank.index("--rank") + 1] if "--rank" in with_rank else ""

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from frame.entrypoints.engine_client.adapter_spool import PREFIX
 from tests.entrypoints.chaos.storm import Storm, restarts
-from tests.entrypoints.serving import RunningServer, wait_until
+from tests.entrypoints.serving import RunningServer, list_children, wait_until
 
 NAMES = ["a0", "a1", "a2", "a3"]
 FLAGS = (
@@ -117,7 +117,7 @@ class Weather:
         return [copy for spool in (self.folder / "tmp").glob(f"{PREFIX}*") for copy in spool.iterdir()]
 
     def find(self, role: str) -> psutil.Process:
-        return next(child for child in psutil.Process(self.server.process.pid).children() if role in child.cmdline())
+        return next(child for child in list_children(self.server.process.pid) if role in child.cmdline())
 
 
 def open_weather(base: Path, tmp_path_factory: pytest.TempPathFactory, *flags: str) -> Iterator[Weather]:

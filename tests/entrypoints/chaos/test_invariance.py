@@ -18,7 +18,7 @@ import pytest
 
 from frame.checkpoint.model_config import find_model
 from tests.entrypoints.chaos.storm import restarts
-from tests.entrypoints.serving import RunningServer, wait_until
+from tests.entrypoints.serving import RunningServer, list_children, wait_until
 
 MODE = (
     *("--dtype", "bfloat16", "--enable-deterministic-inference", "--max-model-len", "1024", "--max-total-tokens", "16384"),
@@ -89,7 +89,7 @@ def ask_all(server: RunningServer, bodies: Sequence[dict[str, Any]], count: Call
 def list_ranks(server: RunningServer) -> list[psutil.Process]:
     """The processes of the engine that are alive."""
     found = []
-    for child in psutil.Process(server.process.pid).children():
+    for child in list_children(server.process.pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             command = child.cmdline()  # empty of a process that has ended
             if len(command) > 4 and command[4] in ("scheduler", "follower") and child.status() != psutil.STATUS_ZOMBIE:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.entrypoints.chaos.storm import Storm, processes, restarts, strikes
-from tests.entrypoints.serving import RunningServer, wait_until
+from tests.entrypoints.serving import RunningServer, list_children, wait_until
 
 FLAGS = (
     *("--max-model-len", "512", "--max-total-tokens", "8192", "--max-running-requests", "32", "--detokenizer-workers", "1"),
@@ -67,7 +67,7 @@ def resolve(server: RunningServer) -> None:
     assert server.post("/flush_cache", {}).status_code == 200
     assert server.get("/server_info")["used_pages"] == 0
     wait_until(lambda: sorted(processes(server)) == sorted(NAMES))
-    for child in psutil.Process(server.process.pid).children(recursive=True):
+    for child in list_children(server.process.pid, recursive=True):
         assert child.status() != psutil.STATUS_ZOMBIE
 
 

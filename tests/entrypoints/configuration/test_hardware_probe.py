@@ -100,7 +100,7 @@ def test_probing_imports_no_torch() -> None:
         "import sys; from frame.entrypoints.configuration.hardware_probe import probe; from frame.plugins.loader import load_registry;"
         "probe(load_registry().records('platform')); sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=500).returncode == 0
 
 
 def test_omp_num_threads_is_a_limit_on_cores() -> None:

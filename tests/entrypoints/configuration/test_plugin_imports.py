@@ -32,7 +32,7 @@ def test_a_plugin_that_does_not_load_is_named(body: str, words: str, tmp_path: P
     (tmp_path / "m_import.py").write_text(body)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", "from tests.entrypoints.configuration.test_plugin_imports import load_mine; load_mine()"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.stdout.startswith(words), done.stderr
 
 
@@ -52,7 +52,7 @@ def load_mine() -> None:
 
 def test_what_loads_is_not_imported_here() -> None:
     program = "from tests.entrypoints.configuration.test_plugin_imports import load_all; load_all()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 

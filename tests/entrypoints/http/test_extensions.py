@@ -109,7 +109,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (source / "frame_members" / "__init__.py").write_text(MANIFEST)
     (source / "frame_members" / "plugin.py").write_text(PLUGIN)
     pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target")
-    subprocess.run([sys.executable, *pip, str(target), str(source)], check=True, timeout=120)
+    subprocess.run([sys.executable, *pip, str(target), str(source)], check=True, timeout=500)
     return target
 
 
@@ -194,7 +194,7 @@ def test_a_server_serves_the_package_or_says_why_not(site: Path, checkpoint: Pat
         assert [server.post(route, TEXT).status_code for route in ("/v1/completions", "/generate")] == [402, 404]
     command = [sys.executable, "-m", "frame", "serve", "--model", str(checkpoint), "--port", "0", *flags]
     failing = ("--http-extensions", "members", "--set", 'plugins.options={"http_extension/members": {"members": ["everyone"]}}')
-    done = subprocess.run([*command, *failing], capture_output=True, text=True, env={**os.environ, **path}, timeout=60, check=False)
+    done = subprocess.run([*command, *failing], capture_output=True, text=True, env={**os.environ, **path}, timeout=500, check=False)
     assert "http_extension 'members' (frame-members 1.2) failed in Members.__init__ at the start: ValueError" in done.stderr
     assert done.returncode == 78
 

@@ -52,7 +52,7 @@ def hub(files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def run_pull(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "frame", "pull", *arguments], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([sys.executable, "-m", "frame", "pull", *arguments], capture_output=True, text=True, timeout=500, check=False)
 
 
 def test_what_frame_reads_is_fetched(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:

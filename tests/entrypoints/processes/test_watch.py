@@ -33,6 +33,6 @@ def test_watch_restarts_for_each_change(tmp_path: Path) -> None:
         assert watching.stdout.readline().startswith("frame")
     finally:
         watching.send_signal(signal.SIGTERM)
-        _, errors = watching.communicate(timeout=30)
+        _, errors = watching.communicate(timeout=300)
     assert "a watched file changed; restarting" in errors
     assert watching.returncode == 0

@@ -100,7 +100,7 @@ async def test_all_replicas_are_used(name: str) -> None:
 
 def test_the_command_refuses_an_unknown_policy() -> None:
     command = [sys.executable, "-m", "frame", "router", "--replica", "http://127.0.0.1:1", "--policy", "nearest"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 78, done.stderr
     assert "Unknown routing_policy 'nearest'" in done.stderr
     assert "Traceback" not in done.stderr

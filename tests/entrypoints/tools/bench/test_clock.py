@@ -15,7 +15,7 @@ def test_calls_in_turn_are_timed_each() -> None:
     made = []
     timed = Clock(CPU, budget=0.02).time([lambda: (made.append(0), time.sleep(0.001)), lambda: (made.append(1), time.sleep(0.003))])
     assert timed.how == "host"
-    assert 0.002 <= timed.seconds < 0.05
+    assert 0.002 <= timed.seconds < 1.0  # seconds; milliseconds would be 2 or more
     assert made[:4] == [0, 1, 0, 1]
 
 

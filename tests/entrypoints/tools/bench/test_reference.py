@@ -4,7 +4,6 @@ as published; the table is made."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from frame.core.interfaces.model import ModelConfig
 from frame.entrypoints.tools.bench.floors import H200, Ceilings, LayerCost, ModelCost, floor_seconds
 from frame.entrypoints.tools.bench.workload import Arrivals, chosen, reference_workloads
+from tests.entrypoints.fork_server import run_forked
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 QWEN3 = ModelConfig(
@@ -135,7 +135,7 @@ def test_the_table_is_made_of_what_was_measured(tmp_path: Path) -> None:
     few = ["--only", "single,mixed256", "--shrink", "64", "--max-len", "512", "--budget", "90", "--set", "threads=1"]
     few += ["--ceilings", "h200", "--json", str(path)]
     command = [sys.executable, str(BENCHMARKS / "h200_table.py"), "frame-tiny", *few]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_forked(command)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(path.read_text())["rows"]["frame-tiny"]
     assert found["ended"] == "done"
