@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import pytest
 
 from frame.entrypoints.http.batch.folder import LOCK
 from frame.testing.checkpoints import make_checkpoint
+from tests.entrypoints.fork_server import run_forked
 from tests.entrypoints.serving import RunningServer, wait_until
 
 KEYS = {"a": "sk-a", "b": "sk-b", "admin": "sk-admin"}
@@ -82,7 +82,7 @@ def test_folder_of_an_older_server_is_refused_and_foreign_files_stay(server: Run
     with (tmp_path / LOCK).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         command = [sys.executable, "-m", "frame", "serve", "--port", "0", "--batch-folder", str(tmp_path)]
-        second = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=os.environ)
+        second = run_forked(command)
     assert (second.returncode, "is in use by a server of an older version; choose another" in second.stderr) == (78, True), second.stderr
     assert second.stderr.count("\n") == 1
     assert (folder / f"file-{'0' * 32}.jsonl").read_text() == "somebody's"

