@@ -227,6 +227,7 @@ def test_transfers_without_room_wait_in_turn(tells: bool, monkeypatch: pytest.Mo
     looked_up.clear()
     decode.tier.num_asked = 0
     for _ in range(10):
+        decode.now += 0.02
         decode.step()
     assert len(looked_up) <= (0 if tells else 20)
     assert set(looked_up) <= {rids[0]}
