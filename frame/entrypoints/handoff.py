@@ -88,13 +88,13 @@ class Handoff(msgspec.Struct, frozen=True, tag="handoff", kw_only=True):
 
 
 class SealedHandoff(msgspec.Struct, frozen=True, tag="handoff", kw_only=True):
-    """A `Handoff` as the router makes it: start and records as they came."""
+    """A `Handoff` as the router makes it: start and records as they came, the records in a list."""
 
     version: int
     identity: str
     age: float
     start: msgspec.Raw
-    records: list[msgspec.Raw]
+    records: msgspec.Raw
 
 
 class _AnyVersion(msgspec.Struct):
