@@ -204,6 +204,7 @@ def make_streams(count: int, length: int = 96) -> list[Stream]:
             ("/v1/completions", {**text, "logprobs": 1, "echo": True}),
             ("/v1/completions", {**text, "stop": ["\n\n\n", "qzx", " the"], "include_stop_str_in_output": True}),
             ("/v1/completions", {**text, "prompt": [f"{number} pears", f"{number} plums"], "n": 2, "max_tokens": length // 2}),
+            ("/v1/completions", {**text, "n": 4, "stop": ["e", "1"]}),  # its sequences end one after the other
             ("/generate", ids),
             ("/generate", {**ids, "return_logprob": True, "logprob_start_len": 0}),
             ("/v1/messages", {"model": "frame_tiny", "messages": messages, "max_tokens": length, "stream": True, "temperature": 0.0}),

@@ -121,7 +121,9 @@ def test_a_stream_moves_and_the_client_sees_one() -> None:
             assert tokens(reply.text) == whole(), act
             assert (reply.headers["x-from"], HEADER.decode() in reply.headers) == (first.url, False)
             found = second.handoffs + first.handoffs[:1]
-            assert [write.token_ids for record in found[0].records for write in record] == [[0], [1], [2]]
+            continued = [write.token_ids for record in found[0].records for write in record]
+            assert continued == [[number] for number in range(len(continued))]
+            assert len(continued) >= 3 if act == "drain" else len(continued) == 3  # tokens that come with the frame DRAINING
             assert (found[0].start.rid, found[0].start.seeds, found[0].identity) == (first.url, [7], "same")
             assert 0 < found[0].age < 5
             assert json.loads([*second.bodies, *first.bodies[1:]][0]) == CHAT
