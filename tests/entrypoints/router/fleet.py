@@ -107,8 +107,8 @@ def _read_openai(events: list[Any]) -> dict[str, Any]:
     for event in events:
         if event.get("usage"):
             found["usage"] = {**event["usage"], "prompt_tokens_details": None}  # what another request left in the cache
-            found["usage"].get("completion_tokens_details", {}).pop("rejected_prediction_tokens", None)
-            found["usage"].get("completion_tokens_details", {}).pop("accepted_prediction_tokens", None)
+            details = found["usage"].pop("completion_tokens_details", {})
+            found["usage"]["reasoning_tokens"] = details.get("reasoning_tokens", 0)  # others count drafts
         for choice in event["choices"]:
             mine = found.setdefault(choice["index"], {"text": "", "ids": [], "logprobs": [], "calls": {}, "finish": [], "reasoning": ""})
             delta = choice.get("delta", {"content": choice.get("text")})

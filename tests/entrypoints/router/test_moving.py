@@ -165,6 +165,30 @@ def test_streams_that_move_at_once_spread_over_the_others() -> None:
     run(main)
 
 
+def test_a_replica_that_is_removed_passes_on_what_moves_to_it() -> None:
+    """It does not leave before, so that it is checked while it has the stream."""
+
+    async def main() -> None:
+        replicas = [FramedReplica(60) for _ in range(3)]
+        replicas[0].script[5], replicas[1].delay = "die", 0.5
+        async with routed(*replicas, key=KEY) as (client, backends, _):
+            backends.choose = lambda _, tried=(), *__: next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
+            await asyncio.gather(*(backends.check(backend) for backend in backends.all))
+            second = backends.all[1]
+            task = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+            while not replicas[1].handoffs:  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.001)
+            backends.remove(second)
+            backends._drop_left()
+            assert second in backends.all
+            assert tokens((await task).text) == whole(60)
+            assert len(replicas[2].handoffs) == 1
+            backends._drop_left()
+            assert second not in backends.all
+
+    run(main)
+
+
 def test_the_state_of_a_long_response_fits() -> None:
     """100,000 tokens, each in an event of its own."""
 
