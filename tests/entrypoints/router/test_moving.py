@@ -212,7 +212,8 @@ def test_the_state_of_a_long_response_fits() -> None:
         assert not stream.problem
         mover._exchange = SimpleNamespace(open=open_stream)  # type: ignore[assignment]
         await mover._continue(stream, SimpleNamespace(instance="it"))  # type: ignore[arg-type]
-        found = decode_handoff(sent[0])
+        *turns, found = handoff.decode_in_turns(sent[0])
+        assert len(turns) == 50 and found is not None  # between which the event loop serves others
         assert [write.token_ids for record in found.records for write in record] == [[100_000 + token] for token in range(100_000)]
 
     run(main)

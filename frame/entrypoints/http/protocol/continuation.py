@@ -169,7 +169,10 @@ async def read_fleet_header(context: RequestContext, taker: Fleet | None, value:
         else:
             handoff, body = await _split_body(context, signature.length)
             taker.key.check(signature, path, taker.instance, handoff, body)
-            context.handoff = decoded = fleet.decode_handoff(handoff)
+            turns = fleet.decode_in_turns(handoff)
+            while (decoded := next(turns)) is None:  # noqa: ASYNC110 - its own work
+                await asyncio.sleep(0)
+            context.handoff = decoded
             if decoded.identity != taker.identity:
                 sentence = "the server that began the stream has another checkpoint, tokenizer, release or settings that change tokens"
                 raise HandoffError(409, sentence)
@@ -205,8 +208,10 @@ async def restore_state(state: RequestState, handoff: Handoff, weight_version: s
     writes = [write for record in handoff.records for write in record]
     if any(not 0 <= write.index < len(sequences) for write in writes) or len(start.seeds) != len(sequences):
         raise ApiError(400, "the handoff has sequences that the request has not", code="handoff_refused")
-    if any(not 0 <= token < vocab_size for write in writes for token in _list_ids(write)):
-        raise ApiError(400, f"the handoff has a token id outside the vocabulary (0 to {vocab_size - 1})", code="handoff_refused")
+    for first in range(0, len(writes), fleet.TURN):
+        if any(not 0 <= token < vocab_size for write in writes[first : first + fleet.TURN] for token in _list_ids(write)):
+            raise ApiError(400, f"the handoff has a token id outside the vocabulary (0 to {vocab_size - 1})", code="handoff_refused")
+        await asyncio.sleep(0)
     if start.digest != await digest_prompts(state):
         sentence = "this server has other token ids for the prompt, or another version of the adapter, than the one that began the stream"
         raise ApiError(409, sentence, code="handoff_refused")
@@ -219,7 +224,9 @@ async def restore_state(state: RequestState, handoff: Handoff, weight_version: s
         sequence.params = msgspec.structs.replace(sequence.params, seed=seed)
         sequence.recovery.engine_rid = f"{sequence.rid}~{secrets.token_hex(4)}"  # the stream may have been here before
         sequence.change_version(start.weight_version)
-    for write in writes:
+    for number, write in enumerate(writes, 1):
+        if number % fleet.TURN == 0:
+            await asyncio.sleep(0)
         sequence = sequences[write.index]
         recovery = sequence.recovery
         if write.weight_version:
