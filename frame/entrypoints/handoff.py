@@ -88,12 +88,22 @@ class Handoff(msgspec.Struct, frozen=True, tag="handoff", kw_only=True):
 
 
 class SealedHandoff(msgspec.Struct, frozen=True, tag="handoff", kw_only=True):
-    """A `Handoff` as the router makes it: start and records as they came."""
+    """A `Handoff` as the router makes it: start and records as they came, the records in a list."""
 
     version: int
     identity: str
     age: float
     start: msgspec.Raw
+    records: msgspec.Raw
+
+
+class _RawRecords(msgspec.Struct, frozen=True, tag="handoff", kw_only=True):
+    """A `Handoff` whose records are not read yet."""
+
+    version: int
+    identity: str
+    age: float
+    start: StreamStart
     records: list[msgspec.Raw]
 
 
@@ -101,7 +111,9 @@ class _AnyVersion(msgspec.Struct):
     version: int
 
 
+TURN = 2000  # records that are read at once
 _encode = msgspec.msgpack.encode
+_decode_record = msgspec.msgpack.Decoder(list[Write]).decode
 
 
 def frame(kind: int, record: bytes = b"", body: bytes = b"") -> bytes:
@@ -216,10 +228,20 @@ def read_fleet_key() -> FleetKey | None:
 
 def decode_handoff(data: bytes) -> Handoff:
     """The handoff of signed bytes. Raises HandoffError for another version, or what is none."""
+    return next(decoded for decoded in decode_in_turns(data) if decoded is not None)
+
+
+def decode_in_turns(data: bytes) -> Iterator[Handoff | None]:
+    """The same in turns of some milliseconds, so that an event loop serves others between them: a
+    long response has 100,000 records. Yields None after a turn, at last the handoff."""
     try:
         version = msgspec.msgpack.decode(data, type=_AnyVersion).version
         if version != VERSION:
             raise HandoffError(409, f"the handoff has version {version}, and this server has {VERSION}; run the same release of frame")
-        return msgspec.msgpack.decode(data, type=Handoff)
+        raw, records = msgspec.msgpack.decode(data, type=_RawRecords), list[list[Write]]()
+        for start in range(0, len(raw.records), TURN):
+            records += [_decode_record(record) for record in raw.records[start : start + TURN]]
+            yield None
+        yield Handoff(version=version, identity=raw.identity, age=raw.age, start=raw.start, records=records)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise HandoffError(400, "the handoff cannot be read; the router and this server differ in their release of frame") from None

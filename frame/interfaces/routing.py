@@ -46,6 +46,7 @@ class RoutingRequest:
     blocks: Sequence[int] = ()  # a 64-bit hash of each prefix of the prompt, the shortest first; empty: unknown
     session: str = ""  # what the client calls the conversation (`X-Session-ID`); "": nothing
     cached: Mapping[int, float] = field(default_factory=dict)  # share of the prompt by replica, as caches tell; others are unknown
+    notes: dict[int, int] = field(default_factory=dict, compare=False)  # the policy's own, for `forget_request`
 
 
 class RoutingPolicy(ABC):
@@ -62,6 +63,10 @@ class RoutingPolicy(ABC):
     def choose_replica(self, request: RoutingRequest, loads: Mapping[int, int]) -> int:
         """One of the replicas in `loads`: outstanding sequences by replica, at least one entry. The
         request then counts as sent there."""
+
+    def forget_request(self, request: RoutingRequest, replica: int) -> None:
+        """The replica that was chosen refused the request: its cache got nothing of it. The request
+        has the `notes` that the choice made."""
 
     def forget_replica(self, replica: int) -> None:
         """The replica was started again: its cache is empty. It may be one that was never seen."""

@@ -292,7 +292,12 @@ def hash_root(namespace: str) -> int:
 
 def hash_block(parent: int, keys: np.ndarray) -> int:
     """The hash of a block, above 0."""
-    return (int.from_bytes(blake2b(parent.to_bytes(8) + keys.tobytes(), digest_size=8).digest()) >> 1) or 1
+    return hash_bytes(parent, keys.tobytes())
+
+
+def hash_bytes(parent: int, keys: bytes) -> int:
+    """The same of int32 keys as bytes."""
+    return (int.from_bytes(blake2b(parent.to_bytes(8) + keys, digest_size=8).digest()) >> 1) or 1
 
 
 def _list_extra_keys(blocks: np.ndarray, namespace: str) -> list[list[str] | None] | None:

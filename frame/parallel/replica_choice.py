@@ -8,7 +8,7 @@ routing policy by name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -52,13 +52,25 @@ class ReplicaChooser:
                 self._give_up(self._policy, f"failed ({type(error).__name__}: {error})", error)
         return min(loads, key=loads.__getitem__)
 
+    @property
+    def has_policy(self) -> bool:
+        """Whether a policy is asked."""
+        return self._policy is not None
+
+    def forget_request(self, request: RoutingRequest, replica: int) -> None:
+        """The replica refused the request."""
+        self._tell(f"a request of replica {replica}", lambda policy: policy.forget_request(request, replica))
+
     def forget_replica(self, replica: int) -> None:
         """Its cache is empty: it was started again."""
+        self._tell(f"replica {replica}", lambda policy: policy.forget_replica(replica))
+
+    def _tell(self, what: str, forget: Callable[[RoutingPolicy], None]) -> None:
         if self._policy is not None:
             try:
-                self._policy.forget_replica(replica)
+                forget(self._policy)
             except Exception as error:  # noqa: BLE001 - third-party code must not end the requests
-                self._give_up(self._policy, f"failed to forget replica {replica} ({type(error).__name__}: {error})", error)
+                self._give_up(self._policy, f"failed to forget {what} ({type(error).__name__}: {error})", error)
 
     def _give_up(self, policy: RoutingPolicy, sentence: str, error: Exception | None = None) -> None:
         self._policy = None

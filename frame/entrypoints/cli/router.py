@@ -106,7 +106,7 @@ def command(
         if target_itl is not None and key is None:
             raise ConfigError("--target-itl needs what replicas tell their fleet; set FRAME_FLEET_KEY for the router and its replicas")
         targets = ScalingTargets(target_ttft, target_itl, min_replicas, max_replicas, scale_in_delay, replica_start)
-    make_policy = load_policy(policy, options)
+    chosen = load_policy(policy, options)
     certificate = load_pair(ssl_certfile, ssl_keyfile, ("--ssl-certfile", "--ssl-keyfile"), ssl_ca_certs)
     logs.configure("router", LogSection.model_validate({"level": log_level, "format": log_format}), logs.LogWriter())
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports each request
@@ -120,4 +120,4 @@ def command(
     admin = None
     if admin_port is not None and admin_key is not None:
         admin = bound_port(admin_host, admin_port, "--admin-host and --admin-port"), AdminKey(admin_key)
-    uvloop.run(route(settings, make_policy, listener, signals, admin))
+    uvloop.run(route(settings, chosen, listener, signals, admin))

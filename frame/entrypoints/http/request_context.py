@@ -280,15 +280,16 @@ class RequestContext:
                 headers.append((self.errors.id_header, self.request_id.encode()))
         if self.state is not None and (adapters := self.state.adapters):
             headers.append((ADAPTER, adapters.encode()))
-        if self.state is not None and (tell_blocks := self.scope.get("tell_blocks")) is not None:
-            headers.append((BLOCKS, tell_blocks(self.state)))
         return [*headers, ignored_header(self.ignored)] if self.ignored else headers
 
     async def send_message(self, message: MutableMapping[str, Any]) -> None:
         """Send a message of another ASGI application, with this server's headers."""
         if message["type"] == "http.response.start":
             self.started, self.status = True, message["status"]
-            message = {**message, "headers": [*message.get("headers", ()), *self._identity()]}
+            headers = [*message.get("headers", ()), *self._identity()]
+            if self.state is not None and (tell_blocks := self.scope.get("tell_blocks")) is not None:
+                headers.append((BLOCKS, await tell_blocks(self.state)))
+            message = {**message, "headers": headers}
         await self._put(message)
 
     async def _put(self, message: MutableMapping[str, Any]) -> None:

@@ -154,7 +154,7 @@ async def start_request(call: Caller, services: Services, plan: RequestPlan) -> 
                 if call.handoff is None:
                     _prepare_transfer(services, plan.transfer, state, space)
                 else:
-                    deadline = _restore(services, state, call.handoff, seconds)
+                    deadline = await _restore(services, state, call.handoff, seconds)
                 for sequence in state.sequences if pin is not None else ():
                     sequence.recovery.pin = pin
                     sequence.num_kept = len(sequence.prompt) // services.resolved.page_size * services.resolved.page_size
@@ -216,12 +216,12 @@ def _truncate(prompt: Prompt, ids: list[int], params: SamplingParams, max_contex
     return cut
 
 
-def _restore(services: Services, state: RequestState, handoff: Handoff, seconds: float) -> float:
+async def _restore(services: Services, state: RequestState, handoff: Handoff, seconds: float) -> float:
     """Let a prepared request continue a stream of another server. -> the rest of its time limit.
     Raises ApiError."""
     from frame.entrypoints.http.protocol.continuation import restore_state
 
-    restore_state(state, handoff, services.client.weight_version, services.resolved.model.vocab_size)
+    await restore_state(state, handoff, services.client.weight_version, services.resolved.model.vocab_size)
     return max(MIN_DEADLINE, seconds - handoff.age)
 
 

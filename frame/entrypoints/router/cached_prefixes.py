@@ -121,22 +121,28 @@ class CachedPrefixes:
         for key in prefixes.keys:
             self._running.setdefault(key, Counter())[replica] += 1
 
-    def leave(self, prefixes: PromptPrefixes, replica: str) -> None:
-        """The request ended there."""
+    def leave(self, prefixes: PromptPrefixes, replica: str, *, is_refused: bool = False) -> None:
+        """The request ended there. `is_refused`: the cache got nothing of it."""
         self._end_lingering()
-        self._ended.append((self._clock() + LINGER, prefixes.keys, replica))
+        if is_refused:
+            self._end(prefixes.keys, replica)
+        else:
+            self._ended.append((self._clock() + LINGER, prefixes.keys, replica))
 
     def _end_lingering(self) -> None:
         now = self._clock()
         while self._ended and self._ended[0][0] < now:
             _, keys, replica = self._ended.popleft()
-            for key in keys:
-                counts = self._running[key]
-                counts[replica] -= 1
-                if not counts[replica]:
-                    del counts[replica]
-                    if not counts:
-                        del self._running[key]
+            self._end(keys, replica)
+
+    def _end(self, keys: Sequence[int], replica: str) -> None:
+        for key in keys:
+            counts = self._running[key]
+            counts[replica] -= 1
+            if not counts[replica]:
+                del counts[replica]
+                if not counts:
+                    del self._running[key]
 
 
 def _count_held(blocks: Sequence[int], index: Mapping[int, int], media: int) -> int:

@@ -16,9 +16,11 @@ import re
 import ssl
 import sys
 import time
+from collections.abc import AsyncIterator
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
+import h11
 import httpcore
 import httpx
 from h11._receivebuffer import ReceiveBuffer  # no public name
@@ -131,6 +133,29 @@ class _Http11(httpcore.AsyncHTTP11Connection):
     async def _receive_response_headers(self, request: httpcore.Request) -> Any:
         self._heads.start_response()
         return await super()._receive_response_headers(request)
+
+    async def _receive_response_body(self, request: httpcore.Request) -> AsyncIterator[bytes]:
+        """Overrides a private method: all data that has come is one part, and nothing is set up for
+        a time limit of each read, as there is none."""
+        state, stream = self._h11_state, self._network_stream._stream  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
+        while True:
+            data = bytearray()
+            try:
+                while isinstance(event := state.next_event(), h11.Data):
+                    data += event.data
+            except h11.RemoteProtocolError as error:
+                if data:
+                    yield bytes(data)
+                raise httpcore.RemoteProtocolError(error) from error
+            if data:
+                yield bytes(data)
+            if event is not h11.NEED_DATA:
+                return
+            try:
+                received = await stream.receive(self.READ_NUM_BYTES)
+            except Exception:  # noqa: BLE001 - the end or a loss, which httpcore's own way to read names
+                received = await self._network_stream.read(self.READ_NUM_BYTES)
+            state.receive_data(received)
 
 
 class _HeadBuffer(ReceiveBuffer):

@@ -92,12 +92,16 @@ def _bounded(urls: list[str]) -> list[str]:
 
 
 async def watch_sources(sources: list[Source], interval: float, update: Callable[[str, list[str]], None]) -> None:
-    """Give `update` the addresses of each source, again and again, until cancelled."""
+    """Give `update` the addresses of each source, again and again, until cancelled. An address
+    that two readings in a row lack is no longer named: a file may be half written, an answer of DNS
+    incomplete."""
+    before = dict[str, list[str]]()
     while True:
         for source in sources:
             try:
                 if (urls := await source.read()) is not None:
-                    update(source.value, urls)
+                    update(source.value, list(dict.fromkeys((*urls, *before.get(source.value, ())))))
+                    before[source.value] = urls
             except Exception:
                 log.exception("--discover %s failed; it is read again", source.value)
         await asyncio.sleep(interval)

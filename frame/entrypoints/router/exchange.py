@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -39,14 +39,19 @@ MAX_REFUSAL_LENGTH = 1 << 20  # bytes of an answer that is read before it is pas
 STATUSES = range(200, 600)
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # what no header may hold
 REFUSED = (429, 503)  # the replica took nothing
+MAX_LOST = 2  # replicas that may be lost while they have the same request, and it makes no progress
+MAX_LOST_IN_ALL = 4
+LATE_TIME = 10.0  # seconds in which a replica that was silent may answer again
+PAUSE = 0.1  # seconds between two looks
 
 
 class LostError(Exception):
-    """The replica is gone. `was_sent`: it may have got the request."""
+    """The replica is gone. `was_sent`: it may have got the request. `is_silent`: it did not answer,
+    and no connection broke."""
 
-    def __init__(self, reason: str, *, was_sent: bool) -> None:
+    def __init__(self, reason: str, *, was_sent: bool, is_silent: bool = False) -> None:
         super().__init__(reason)
-        self.was_sent = was_sent
+        self.was_sent, self.is_silent = was_sent, is_silent
 
 
 @dataclass
@@ -84,6 +89,82 @@ class ShortReply:
             headers.append((b"retry-after", str(RETRY_AFTER).encode()))
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": False})
+
+
+class Losses:
+    """The replicas that were lost while they had one request, which may be the cause. One that was
+    silent and answers again was only late."""
+
+    def __init__(self) -> None:
+        self._recent: list[tuple[Backend, bool]] = []
+        self.count = 0  # in all
+
+    def add(self, backend: Backend, *, is_silent: bool) -> None:
+        self._recent.append((backend, is_silent))
+        self.count += 1
+
+    def clear(self) -> None:
+        """The request makes progress."""
+        self._recent.clear()
+
+    @property
+    def may_be_caused(self) -> bool:
+        """Whether the request may be the cause, so that it is sent to no other replica."""
+        return len(self._recent) >= MAX_LOST or self.count >= MAX_LOST_IN_ALL
+
+    async def wait_late(self, gone: asyncio.Future[Any]) -> set[int]:
+        """The numbers of replicas that were only late, which may get the request again and are no
+        losses any more. Waits for one where a replica was silent. Raises DisconnectedError."""
+        deadline, late = time.monotonic() + LATE_TIME, set[int]()
+        while not late and self.count < MAX_LOST_IN_ALL and any(is_silent for _, is_silent in self._recent):
+            late = {backend.number for backend, is_silent in self._recent if is_silent and backend.is_healthy}
+            if not late and ((await asyncio.wait((gone,), timeout=PAUSE))[0] or time.monotonic() > deadline):
+                break
+        if gone.done():
+            raise DisconnectedError
+        self._recent = [each for each in self._recent if each[0].number not in late]
+        return late
+
+
+class Parts:
+    """Waits for the parts of one answer, in the task that made it. The loss of the replica, and a
+    client that leaves, cancel the wait: a task for each part would cost as much as the part."""
+
+    def __init__(self, request: RoutedRequest, backend: Backend) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._backend, self._gone = task, backend, request.gone
+        self._lost = backend.watch_lost()
+        self._is_waiting = self._is_cancelled = False
+        for each in (self._lost, self._gone):
+            each.add_done_callback(self._interrupt)
+
+    def _interrupt(self, _: asyncio.Future[None]) -> None:
+        if self._is_waiting and not self._is_cancelled:
+            self._is_cancelled = True
+            self._task.cancel()
+
+    async def wait(self, read: Callable[[], Awaitable[T]]) -> T:
+        """The result. Raises LostError, DisconnectedError."""
+        if not (self._lost.done() or self._gone.done()):
+            num_cancelled, self._is_waiting = self._task.cancelling(), True
+            try:
+                result = await read()
+                self._backend.heard = time.monotonic()
+                return result
+            except asyncio.CancelledError:
+                if not self._is_cancelled or self._task.uncancel() > num_cancelled:
+                    raise  # the task's own
+            finally:
+                self._is_waiting = False
+        if self._gone.done():
+            raise DisconnectedError
+        raise LostError("it does not answer", was_sent=True, is_silent=self._backend.was_silent)
+
+    def close(self) -> None:
+        """No part is waited for any more."""
+        self._backend.watchers.discard(self._lost)
+        self._gone.remove_done_callback(self._interrupt)
 
 
 class Exchange:
@@ -140,7 +221,7 @@ class Exchange:
                 backend.heard = time.monotonic()
                 return result
             if lost.done():
-                raise LostError("it does not answer", was_sent=True)
+                raise LostError("it does not answer", was_sent=True, is_silent=backend.was_silent)
             raise DisconnectedError
         finally:
             backend.watchers.discard(lost)
@@ -179,5 +260,3 @@ async def read_short(reply: httpx.Response) -> ShortReply:
 
 async def next_chunk(chunks: Any) -> bytes | None:
     return await anext(chunks, None)
-
-

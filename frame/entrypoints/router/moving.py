@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import struct
 import time
 from collections.abc import Sequence
 
@@ -18,7 +19,18 @@ import msgspec
 
 from frame.entrypoints.handoff import DRAINING, END, EVENTS, HEADER, PIECE, START, VERSION, FleetKey, FrameReader, SealedHandoff
 from frame.entrypoints.http.errors import ApiError, DisconnectedError, ResponseCutError
-from frame.entrypoints.router.exchange import REFUSED, Exchange, LostError, RoutedRequest, error_event, kept, next_chunk, read_short
+from frame.entrypoints.router.exchange import (
+    REFUSED,
+    Exchange,
+    Losses,
+    LostError,
+    Parts,
+    RoutedRequest,
+    error_event,
+    kept,
+    next_chunk,
+    read_short,
+)
 from frame.entrypoints.router.replicas import Backend, Backends, Place, RouterMetrics
 from frame.interfaces.routing import RoutingRequest
 
@@ -28,11 +40,10 @@ log = logging.getLogger(__name__)
 MOVABLE = frozenset(("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages", "/api/chat", "/api/generate", "/v2/chat"))
 MAX_KEPT = 4 << 20  # bytes of the records of one stream; a longer one does not move
 MAX_KEPT_IN_ALL = 256 << 20  # of all streams
-MAX_LOST = 2  # replicas that may be lost in a row with a stream that makes no progress
-MAX_LOST_IN_ALL = 4  # and with any one stream
 PROGRESS = 4  # events after a loss that clear the stream of it, as in `RequestRecovery`
 MOVE_TIME = 10.0  # seconds to find a replica that continues a stream
 PAUSE = 0.1  # seconds between two tries
+_LIST_HEAD = struct.Struct(">BI")  # of a list in MessagePack, with the number of its elements
 DRAIN_PAUSE = 1.0  # seconds between two tries to move a stream whose replica goes on meanwhile
 HEAD_TIME = 30.0  # seconds in which a replica begins to continue a stream
 
@@ -40,26 +51,27 @@ HEAD_TIME = 30.0  # seconds in which a replica begins to continue a stream
 class _Stream:
     """What the router keeps of one stream. `problem`: why it cannot move; "": it can."""
 
-    def __init__(self, request: RoutedRequest, identity: str) -> None:
-        self.request, self.identity = request, identity
+    def __init__(self, request: RoutedRequest, identity: str, losses: Losses) -> None:
+        self.request, self.identity, self.losses = request, identity, losses
         self.arrived = time.monotonic()
         self.start = b""
-        self.records: list[bytes] = []
+        self.records, self.num_records = bytearray(), 0  # one after the other
         self.size = 0
         self.problem = ""
         self.is_ended = self.is_within_event = self.is_asked = False
         self.last = b""  # the last two bytes that were sent
-        self.num_lost = self.num_lost_in_all = self.num_events = self.lost_at = 0
+        self.num_events = self.lost_at = 0
 
-    def record_loss(self) -> str:
+    async def record_loss(self, backend: Backend, *, is_silent: bool) -> str:
         """Count a replica that was lost with it. -> why the stream ends; "": it may move."""
         if self.num_events - self.lost_at > PROGRESS:
-            self.num_lost = 0
-        self.num_lost += 1
-        self.num_lost_in_all += 1
+            self.losses.clear()
+        self.losses.add(backend, is_silent=is_silent)
         self.lost_at = self.num_events
-        if self.num_lost >= MAX_LOST or self.num_lost_in_all >= MAX_LOST_IN_ALL:
-            return f"it is the {self.num_lost_in_all}. one with this request, which may be the cause"
+        if self.losses.may_be_caused:
+            await self.losses.wait_late(self.request.gone)
+        if self.losses.may_be_caused:
+            return f"it is the {self.losses.count}. one with this request, which may be the cause"
         return "a part of an event was sent" if self.is_within_event else self.problem
 
 
@@ -75,29 +87,33 @@ class StreamMover:
         is_movable = request.method == "POST" and request.path in MOVABLE and backend.instance
         return self._key.sign(request.path) if is_movable else b""
 
-    async def pass_on(self, request: RoutedRequest, routing: RoutingRequest, place: Place, reply: httpx.Response) -> None:
-        """Pass on a stream to its end. Raises LostError before its first byte."""
-        stream, first = _Stream(request, place.backend.identity), reply
+    async def pass_on(self, request: RoutedRequest, routing: RoutingRequest, place: Place, reply: httpx.Response, losses: Losses) -> None:
+        """Pass on a stream to its end. `losses`: of the request. Raises LostError before its first
+        byte."""
+        stream, first = _Stream(request, place.backend.identity, losses), reply
         try:
             while True:
                 frames = _Frames(reply)
-                reason = await self._read(stream, place.backend, frames, first)
-                while not reason and not stream.is_ended:  # the replica drains
-                    moved = await self._move(stream, routing, place, is_lost=False)
-                    if isinstance(moved, httpx.Response):
-                        break
-                    reason = await self._read(stream, place.backend, frames, first, pause=DRAIN_PAUSE)
+                moved: httpx.Response | str = ""
+                with contextlib.closing(Parts(request, place.backend)) as parts:
+                    lost = await self._read(stream, place.backend, frames, parts, first)
+                    while not lost and not stream.is_ended:  # the replica drains
+                        moved = await self._move(stream, routing, place, is_lost=False)
+                        if isinstance(moved, httpx.Response):
+                            break
+                        lost = await self._read(stream, place.backend, frames, parts, first, pause=DRAIN_PAUSE)
                 if stream.is_ended:
                     with contextlib.suppress(LostError, httpx.HTTPError, OSError, ValueError):
                         await self._exchange.wait(request, place.backend, frames.read())  # so that the connection is kept
                     self._metrics.count("answered")
                     return
-                if reason:
+                if lost is not None:
                     if not stream.start and not stream.num_events:
-                        raise LostError(reason, was_sent=True)
-                    moved = stream.record_loss() or await self._move(stream, routing, place, is_lost=True)
+                        raise lost
+                    moved = await stream.record_loss(place.backend, is_silent=lost.is_silent)
+                    moved = moved or await self._move(stream, routing, place, is_lost=True)
                     if not isinstance(moved, httpx.Response):
-                        await self._end(stream, reason, moved, first)
+                        await self._end(stream, str(lost), moved, first)
                         return
                 assert isinstance(moved, httpx.Response)
                 await reply.aclose()
@@ -106,25 +122,28 @@ class StreamMover:
             self._drop(stream)
             await reply.aclose()
 
-    async def _read(self, stream: _Stream, backend: Backend, frames: _Frames, first: httpx.Response, pause: float = 0.0) -> str:
-        """Pass on frames until the stream ends, or should move. -> why the replica is lost; "": it
-        is not. `pause`: seconds before a move of a draining replica is tried again."""
+    async def _read(
+        self, stream: _Stream, backend: Backend, frames: _Frames, parts: Parts, first: httpx.Response, pause: float = 0.0
+    ) -> LostError | None:
+        """Pass on frames until the stream ends, or should move. -> why the replica is lost; None:
+        it is not. `pause`: seconds before a move of a draining replica is tried again."""
         until = time.monotonic() + pause
         while not stream.is_ended:
             try:
-                received = await self._exchange.wait(stream.request, backend, frames.read())
+                received = await parts.wait(frames.read)
             except (LostError, httpx.HTTPError, OSError, ValueError) as error:
                 await backend.group.check(backend, is_suspect=True)
                 log.warning("a stream breaks off: replica %s is lost: %s", backend.url, error)
-                return f"replica {backend.url} is lost: {error or type(error).__name__}"
+                reason = f"replica {backend.url} is lost: {error or type(error).__name__}"
+                return LostError(reason, was_sent=True, is_silent=isinstance(error, LostError) and error.is_silent)
             if received is None:
-                return f"replica {backend.url} ended the answer too early"
+                return LostError(f"replica {backend.url} ended the answer too early", was_sent=True)
             for kind, record, body in received:
                 await self._take(stream, kind, record, body, first)
             wants_move = (stream.is_asked or backend.state == "draining") and time.monotonic() >= until
             if wants_move and stream.start and not (stream.is_within_event or stream.problem or stream.is_ended):
-                return ""
-        return ""
+                return None
+        return None
 
     async def _take(self, stream: _Stream, kind: int, record: bytes, body: bytes, first: httpx.Response) -> None:
         """Pass on a frame and keep its record."""
@@ -141,8 +160,9 @@ class StreamMover:
         if kind == EVENTS:
             stream.num_events += 1
             if not stream.problem:
-                stream.records.append(record)
-                self._keep(stream, len(record) + 64)  # and the object's own
+                stream.records += record
+                stream.num_records += 1
+                self._keep(stream, len(record))
         stream.is_within_event = kind == PIECE
         stream.is_ended = kind == END
         stream.last = (stream.last + body[-2:])[-2:]
@@ -158,7 +178,7 @@ class StreamMover:
     def _drop(self, stream: _Stream) -> None:
         self._num_kept -= stream.size
         stream.size = 0
-        stream.records.clear()
+        stream.records = bytearray()
 
     async def _move(self, stream: _Stream, routing: RoutingRequest, place: Place, *, is_lost: bool) -> httpx.Response | str:
         """The answer of a replica that continues the stream, whose place then is there; or why none
@@ -181,20 +201,26 @@ class StreamMover:
             if not backend.instance:
                 reason = f"replica {backend.url} has no fleet key"
                 continue
+            taken, has_moved = Place(backend, request.prefixes), False  # counts meanwhile: all streams of a replica move at once
             try:
                 moved = await self._continue(stream, backend)
+                has_moved = isinstance(moved, httpx.Response)
             except LostError as error:
                 reason = f"replica {backend.url} is lost: {error}"
-                if error.was_sent and (why := stream.record_loss()):
+                if error.was_sent and (why := await stream.record_loss(backend, is_silent=error.is_silent)):
                     return f"{reason}; {why}"
                 continue
             except (ApiError, httpx.HTTPError, OSError) as error:
                 reason = f"replica {backend.url} failed: {error}"
                 continue
+            finally:
+                if not has_moved:
+                    self._backends.refuse(routing, taken)
+                    taken.leave()
             if isinstance(moved, httpx.Response):
                 log.info("a stream moves from %s to %s", place.backend.url, backend.url)
                 self._metrics.count_move("lost" if is_lost else "drained")
-                place.move(backend)
+                place.move(taken)
                 stream.is_asked = False
                 return moved
             status, sentence = moved
@@ -207,9 +233,8 @@ class StreamMover:
         refusal."""
         request, raw = stream.request, msgspec.Raw
         age = time.monotonic() - stream.arrived
-        sealed = SealedHandoff(
-            version=VERSION, identity=stream.identity, age=age, start=raw(stream.start), records=[raw(each) for each in stream.records]
-        )
+        records = _LIST_HEAD.pack(0xDD, stream.num_records) + stream.records
+        sealed = SealedHandoff(version=VERSION, identity=stream.identity, age=age, start=raw(stream.start), records=raw(records))
         handoff = msgspec.msgpack.encode(sealed)
         signature = self._key.sign(request.path, backend.instance, handoff, request.body)
         async with asyncio.timeout(HEAD_TIME):

@@ -14,6 +14,7 @@ import json
 import logging
 from collections import OrderedDict
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -27,7 +28,9 @@ from frame.entrypoints.router.divided_requests import make_decode_body, make_pre
 from frame.entrypoints.router.exchange import (
     REFUSED,
     Exchange,
+    Losses,
     LostError,
+    Parts,
     RoutedRequest,
     ShortReply,
     error_event,
@@ -55,8 +58,9 @@ REFUSAL_TIME = 5.0  # seconds in which a replica sends the body of a refusal
 BROADCAST_TIME = 40.0  # seconds in which each replica answers a request for all; its engine has 30
 STATES_TIME = 910.0  # the same for those that may wait for running requests, or load weights
 STATUS = {"serving": "ok", "joining": "joining", "draining": "draining"}  # of /health, by state
+MAX_PREFILLS = 2  # prefill servers that are tried
+FAILED = 400  # statuses from it on: the cache has nothing of the prompt
 MAX_ADAPTERS, MAX_ADAPTER_NAME = 4096, 1024  # names that are remembered, and the bytes of one
-MAX_LOST = 2  # replicas that may be lost while they have the same request
 
 
 class Proxy:
@@ -142,11 +146,13 @@ class Proxy:
         headers = [pair for pair in request.headers if pair[0] != b"accept-encoding"]  # the response is read here
         begun = replace(request, body=make_prefill_body(fields, request.path), headers=headers)
         tried: set[int] = set()
-        while len(tried) < MAX_LOST and (backend := self._prefill.choose(routing, tried, request.prefixes)) is not None:
+        while len(tried) < MAX_PREFILLS and (backend := self._prefill.choose(routing, tried, request.prefixes)) is not None:
             tried.add(backend.number)
             try:
-                with counted(backend, request.prefixes):
+                with counted(backend, request.prefixes) as place:
                     response = await self._exchange.wait(begun, backend, read_short(await self._exchange.open(begun, backend)))
+                    if response.status >= FAILED:
+                        self._prefill.refuse(routing, place)
             except (LostError, ApiError, httpx.HTTPError, OSError) as error:
                 log.warning("the prefill server %s failed: %s", backend.url, error)
                 continue
@@ -165,8 +171,8 @@ class Proxy:
             request.prefixes = self.backends.prefixes.read(prompt, request.headers)
         whole = request  # which another replica continues
         request = await self._begin(request, routing)
-        reason, last, num_lost = "no replica is healthy", None, 0
-        while (backend := self._choose(request, routing)) is not None:
+        reason, last, losses = "no replica is healthy", None, Losses()
+        while (backend := await self._choose_next(request, routing, losses)) is not None:
             request.tried.add(backend.number)
             signature = b"" if self._mover is None else self._mover.signature(request, backend)
             asks = self._ask_blocks(request, backend)
@@ -174,24 +180,31 @@ class Proxy:
                 try:
                     with timed(backend, is_streamed(request.body)):
                         reply = await self._exchange.open(request, backend, signature, asks_blocks=asks)
+                    if reply.status_code >= FAILED:
+                        self.backends.refuse(routing, place)
                     told = reply.headers.get(BLOCKS.decode()) if asks and reply.status_code == 200 else None
                     if told is not None and request.prefixes is not None:
                         request.prefixes.owner.learn(request.prefixes, told.encode("latin-1", "replace"))
                     if ADAPTER.decode() in reply.headers:
                         self._note_adapter(prompt.model)
                     if self._mover is not None and signature and HEADER.decode() in reply.headers:
-                        await self._mover.pass_on(whole, routing, place, reply)
+                        await self._mover.pass_on(whole, routing, place, reply, losses)
                         return
                 except LostError as error:
                     reason = f"replica {backend.url} is lost: {error}"
-                    num_lost += error.was_sent
+                    self.backends.refuse(routing, place)
+                    if error.was_sent:
+                        losses.add(backend, is_silent=error.is_silent)
                     if error.was_sent and not is_repeatable(request.method, request.path):
                         self.metrics.count("lost")
                         log.warning("the request was sent to %s, which is lost: it is not repeated", backend.url)
                         raise ApiError(502, f"{reason}; it may have taken request {request.request_id}, which is not repeated") from None
-                    if num_lost == MAX_LOST:  # the request may be the cause
+                    if losses.may_be_caused:
+                        request.tried -= await losses.wait_late(request.gone)
+                    if losses.may_be_caused:
                         self.metrics.count("lost")
-                        raise ApiError(502, f"{reason}, the second one with request {request.request_id}, which is not repeated") from None
+                        sentence = f"{reason}, number {losses.count} with request {request.request_id}, which is not repeated"
+                        raise ApiError(502, sentence) from None
                     self.metrics.count("retried")
                     continue
                 try:
@@ -224,6 +237,14 @@ class Proxy:
             if len(self._adapters) > MAX_ADAPTERS:
                 self._adapters.popitem(last=False)
 
+    async def _choose_next(self, request: RoutedRequest, routing: RoutingRequest, losses: Losses) -> Backend | None:
+        """The next replica; one that was only late where there is no other."""
+        backend = self._choose(request, routing)
+        if backend is None and (late := await losses.wait_late(request.gone)):
+            request.tried -= late
+            backend = self._choose(request, routing)
+        return backend
+
     def _choose(self, request: RoutedRequest, routing: RoutingRequest) -> Backend | None:
         if is_pinned(request.path):
             return next((backend for backend in self.backends.healthy if backend.number not in request.tried), None)
@@ -237,10 +258,16 @@ class Proxy:
         if has_length:
             head.append((b"content-length", reply.headers["content-length"].encode()))
         await request.send({"type": "http.response.start", "status": reply.status_code, "headers": head})
-        chunks, last = reply.aiter_raw().__aiter__(), b""  # last: the last two bytes sent
+        with contextlib.closing(Parts(request, backend)) as parts:
+            await self._pass_on_body(request, backend, reply, parts, has_length=has_length)
+
+    async def _pass_on_body(
+        self, request: RoutedRequest, backend: Backend, reply: httpx.Response, parts: Parts, *, has_length: bool
+    ) -> None:
+        read, last = partial(next_chunk, reply.aiter_raw().__aiter__()), b""  # last: the last two bytes sent
         while True:
             try:
-                chunk = await self._exchange.wait(request, backend, next_chunk(chunks))
+                chunk = await parts.wait(read)
             except (LostError, httpx.HTTPError, OSError) as error:
                 self.metrics.count("broken")
                 await backend.group.check(backend, is_suspect=True)

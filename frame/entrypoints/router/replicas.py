@@ -37,8 +37,11 @@ ANNOUNCED: dict[str, State] = {"asleep": "asleep", "draining": "draining"}  # by
 STATES: tuple[State, ...] = get_args(State)
 RECENT = 30.0  # seconds in which a stream's first byte counts for the latency targets
 FIRST_TOKENS = 4096  # that are kept
-LATE = 0.5  # seconds by which the end of a check may be late
 PATIENCE = 2  # failed checks after which a replica is unhealthy
+MIN_SILENCE, MAX_SILENCE = 1.0, 10.0  # seconds that a check waits for an answer
+SLOW_CHECK = 4.0  # times the time of answered checks that a check waits
+STEP = 0.1  # seconds of a wait that count at most where the router itself is late
+MAX_CHECKS = 3  # without an answer, of a replica
 
 
 @dataclass(slots=True)
@@ -65,6 +68,11 @@ class Backend:
     is_removed: bool = False
     first_bytes: FirstBytes = field(default_factory=FirstBytes)
     heard: float = -math.inf  # when a part of an answer came; monotonic
+    checks: list[asyncio.Task[httpx.Response | Exception]] = field(default_factory=list)  # without an answer, oldest first
+    suspected: asyncio.Task[None] | None = None  # the check after a connection broke
+    check_time: float = -1.0  # seconds that the last answered check took; below 0: none was
+    silent_since: float = math.inf  # when the first of the checks began that were not answered in time; monotonic
+    was_silent: bool = False  # whether it was lost by silence alone
     inter_token: float = 0.0  # seconds, lately, as its last health check tells; 0.0: unknown
     events: Subscription | None = None  # the KV events of this process
     events_source: str = ""  # the process and what it says of them
@@ -168,6 +176,8 @@ class Backends:
             is_named = backend.is_removed and backend.source not in ("", "admin")
             if backend.is_leaving and not is_named and (not backend.outstanding or backend.state == "lost"):
                 del self._members[backend.number]
+                for check in backend.checks:
+                    check.cancel()
                 backend.close_events()
                 self._chooser.forget_replica(backend.number)
                 log.info("replica %s has left", backend.url)
@@ -192,8 +202,14 @@ class Backends:
             prefixes.is_cached = request.cached.get(chosen.number, 0.0) >= 1.0
         return chosen
 
-    def mark_lost(self, backend: Backend, reason: str) -> None:
-        """The replica does not answer."""
+    def refuse(self, request: RoutingRequest, place: Place) -> None:
+        """The replica of the place refused the request: its cache has nothing of it."""
+        place.is_refused = True
+        self._chooser.forget_request(request, place.backend.number)
+
+    def mark_lost(self, backend: Backend, reason: str, *, is_silent: bool = False) -> None:
+        """The replica does not answer. `is_silent`: that is all that is known."""
+        backend.was_silent = is_silent
         backend.close_events()
         if backend.state in ("serving", "draining"):
             log.warning("replica %s is unhealthy: %s", backend.url, reason)
@@ -239,45 +255,102 @@ class Backends:
         self.desired.update(FleetSignals(now, len(serving), joining, load, first_token, max(gaps, default=0.0)))
 
     async def check(self, backend: Backend, *, is_suspect: bool = False) -> None:
-        """Ask a replica for its health once. `is_suspect`: a connection broke, or none was
-        tried yet, so one failed check is enough."""
-        reason, announced, is_silent = "", "", False
-        patience, started = max(1.0, self._interval), time.monotonic()
-        try:
-            async with asyncio.timeout(patience), self._client.stream("GET", f"{backend.url}/health") as reply:
-                reason = "" if reply.status_code == 200 else f"/health answers {reply.status_code}"  # its body may not end
-                announced = reply.headers.get("x-frame-state", "")
-                instance, _, rest = reply.headers.get(FLEET.decode(), "").partition(" ")
-                backend.identity, _, version = rest.partition(" ")
-                backend.instance = instance if version == str(VERSION) else ""  # one of another version serves, without moves
-                backend.inter_token = read_inter_token(reply.headers.get(LOAD.decode(), ""))
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:  # TimeoutError is an OSError, UnicodeError a ValueError
-            reason = f"{type(error).__name__} {error}".strip()
-            is_silent = isinstance(error, TimeoutError)
+        """Ask a replica for its health once. `is_suspect`: a connection broke, or none was tried
+        yet, so one failed check is enough; those of many requests are one."""
+        if not is_suspect:
+            await self._check(backend, is_suspect=False)
+            return
+        if backend.suspected is None or backend.suspected.done():
+            backend.suspected = asyncio.create_task(self._check(backend, is_suspect=True))
+        await asyncio.shield(backend.suspected)
+
+    async def _check(self, backend: Backend, *, is_suspect: bool) -> None:
+        times = sorted(each.check_time for each in self.all if each.check_time >= 0)
+        usual = max(backend.check_time, times[len(times) // 2] if times else 0.0)
+        patience, started = max(MIN_SILENCE, self._interval, min(MAX_SILENCE, SLOW_CHECK * usual)), time.monotonic()
+        answer = await self._wait_answer(backend, patience)
+        announced, reason = "", f"no answer to /health within {patience:.1f} s"
+        if isinstance(answer, httpx.Response):
+            reason = "" if answer.status_code == 200 else f"/health answers {answer.status_code}"
+            announced = answer.headers.get("x-frame-state", "")
+        elif answer is not None:
+            reason = f"{type(answer).__name__} {answer}".strip()
+        if answer is not None:
+            backend.silent_since = math.inf
         state = "serving" if not reason else ANNOUNCED.get(announced)
-        if state is not None:
-            if backend.state == "lost":
-                log.warning("replica %s is healthy again", backend.url)
-            if backend.lost.is_set():
-                backend.lost = asyncio.Event()
-            if state == "draining" and backend.state != state:
-                log.info("replica %s drains", backend.url)
-            backend.state, backend.failed_checks = "draining" if backend.is_leaving else state, 0
-            self._follow_events(backend, reply.headers.get(KV_EVENTS.decode(), ""))
+        if state is not None and isinstance(answer, httpx.Response):
+            self._note_health(backend, state, answer.headers)
             return
         if backend.state == "joining":  # it may still load its model
             return
-        now = time.monotonic()
-        if is_silent and (now - backend.heard < patience or now - started > patience + LATE):
-            return  # a busy machine: the replica answers others, or this process was late itself
+        if answer is None:
+            backend.silent_since = min(backend.silent_since, started)
+            if self._may_be_late(backend, patience):
+                return
+            is_suspect = is_suspect and backend.check_time < 0
         backend.failed_checks += 1
         if is_suspect or backend.failed_checks >= PATIENCE:
-            self.mark_lost(backend, reason)
+            self.mark_lost(backend, reason, is_silent=answer is None)
 
+    async def _wait_answer(self, backend: Backend, patience: float) -> httpx.Response | Exception | None:
+        """The answer to a new check, or a late one to an earlier check; None: there is none in
+        time. Time in which this process was late does not count."""
+        mine, checks, left = asyncio.create_task(self._ask_health(backend)), backend.checks, patience
+        checks[:] = [each for each in checks if not each.done()]
+        for old in checks[: -(MAX_CHECKS - 1)]:
+            old.cancel()
+        checks.append(mine)
+        while left > 0:
+            begun = time.monotonic()
+            waiting = {mine, *checks}
+            await asyncio.wait(waiting, timeout=min(left, STEP), return_when=asyncio.FIRST_COMPLETED)
+            left -= min(STEP, time.monotonic() - begun)
+            for task in [each for each in waiting if each.done()]:
+                if task in checks:
+                    checks.remove(task)
+                if not task.cancelled() and (task is mine or isinstance(task.result(), httpx.Response)):
+                    return task.result()
+        return None
+
+    async def _ask_health(self, backend: Backend) -> httpx.Response | Exception:
+        """The head of the answer; its body may not end."""
+        begun = time.monotonic()
+        try:
+            async with self._client.stream("GET", f"{backend.url}/health") as reply:
+                backend.check_time = time.monotonic() - begun
+                return reply
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:  # UnicodeError is a ValueError
+            return error
+
+    def _may_be_late(self, backend: Backend, patience: float) -> bool:
+        """Whether a replica without an answer is one of a busy machine: it answers others, or most
+        other replicas are as silent."""
+        now = time.monotonic()
+        if now - backend.heard < patience:
+            return True
+        others = [each for each in self.all if each is not backend and each.state in ("serving", "draining")]
+        num_silent = sum(0 <= now - each.silent_since < 2 * MAX_SILENCE for each in others)
+        return 2 * num_silent > len(others) and now - backend.silent_since < MAX_SILENCE
+
+    def _note_health(self, backend: Backend, state: State, headers: httpx.Headers) -> None:
+        """It answers that it serves, sleeps or drains."""
+        instance, _, rest = headers.get(FLEET.decode(), "").partition(" ")
+        backend.identity, _, version = rest.partition(" ")
+        backend.instance = instance if version == str(VERSION) else ""  # one of another version serves, without moves
+        backend.inter_token = read_inter_token(headers.get(LOAD.decode(), ""))
+        if backend.state == "lost":
+            log.warning("replica %s is healthy again", backend.url)
+        if backend.lost.is_set():
+            backend.lost = asyncio.Event()
+        if state == "draining" and backend.state != state:
+            log.info("replica %s drains", backend.url)
+        backend.state, backend.failed_checks = "draining" if backend.is_leaving else state, 0
+        self._follow_events(backend, headers.get(KV_EVENTS.decode(), ""))
 
     def _follow_events(self, backend: Backend, told: str) -> None:
         """Read the KV events of a replica's process, where it says."""
-        source = f"{backend.instance} {told}" if told and backend.instance and self.prefixes is not None else ""
+        is_read = self.prefixes is not None and self._chooser.has_policy
+        source = f"{backend.instance} {told}" if told and backend.instance and is_read else ""
         if source == backend.events_source or self._members.get(backend.number) is not backend:  # it has left meanwhile
             return
         backend.close_events()
@@ -290,14 +363,11 @@ class Backends:
 
 
 class Place:
-    """A request that counts as one of a replica. `prefixes`: of its prompt."""
+    """A request that counts as one of a replica. `prefixes`: of its prompt. `is_refused`: the
+    replica has nothing of it."""
 
     def __init__(self, backend: Backend, prefixes: PromptPrefixes | None) -> None:
-        self._prefixes = prefixes
-        self._enter(backend)
-
-    def _enter(self, backend: Backend) -> None:
-        self.backend = backend
+        self.backend, self._prefixes, self.is_refused = backend, prefixes, False
         backend.outstanding += 1
         if self._prefixes is not None:
             self._prefixes.owner.enter(self._prefixes, backend.url)
@@ -306,12 +376,12 @@ class Place:
         """It has ended there."""
         self.backend.outstanding -= 1
         if self._prefixes is not None:
-            self._prefixes.owner.leave(self._prefixes, self.backend.url)
+            self._prefixes.owner.leave(self._prefixes, self.backend.url, is_refused=self.is_refused)
 
-    def move(self, backend: Backend) -> None:
-        """It is another replica's now."""
+    def move(self, place: Place) -> None:
+        """It goes on at the other place, which the caller does not leave."""
         self.leave()
-        self._enter(backend)
+        self.backend, self.is_refused = place.backend, False
 
 
 @contextlib.contextmanager
@@ -369,9 +439,7 @@ class RouterMetrics:
             "frame_router_replica_cached_blocks", "Blocks that a replica caches, as events tell.", ["replica"], registry=self._registry
         )
         self._desired = Gauge("frame_desired_replicas", "Replicas that the latency targets need.", registry=None)
-        self._limit = Gauge(
-            "frame_router_replica_limit", "Requests of a replica within the targets; 0: not known.", registry=None
-        )
+        self._limit = Gauge("frame_router_replica_limit", "Requests of a replica within the targets; 0: not known.", registry=None)
         if backends.desired is not None:
             self._registry.register(self._desired)
             self._registry.register(self._limit)

@@ -28,7 +28,7 @@ from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends
 from frame.entrypoints.router.scaling import DesiredReplicas, ScalingTargets
 from frame.entrypoints.tls import Certificate
-from frame.interfaces.routing import RoutingContext, RoutingPolicy
+from frame.interfaces.routing import RoutingCapabilities, RoutingContext, RoutingPolicy
 from frame.kv_events.subscriber import EventReader
 from frame.parallel.replica_choice import ReplicaChooser
 from frame.plugins.loader import load_registry
@@ -57,8 +57,20 @@ class RouterSettings:
     targets: ScalingTargets | None = None
 
 
-def load_policy(name: str | None, options: Sequence[str]) -> Callable[[], RoutingPolicy]:
-    """What makes the routing policy of the command line; None: the best-ranked one. `options`: each
+@dataclass(frozen=True, slots=True)
+class PolicyChoice:
+    """The routing policy of the command line; a call makes a new one. `reads_caches`: it keeps
+    prefixes together, so that it needs to know what replicas have cached."""
+
+    make: Callable[[], RoutingPolicy]
+    reads_caches: bool
+
+    def __call__(self) -> RoutingPolicy:
+        return self.make()
+
+
+def load_policy(name: str | None, options: Sequence[str]) -> PolicyChoice:
+    """The routing policy of this name; None: the best-ranked one. `options`: each
     KEY=VALUE, its value in JSON or a plain string. Raises ConfigError or PluginError."""
     values: dict[str, Any] = {}
     for option in options:
@@ -73,12 +85,13 @@ def load_policy(name: str | None, options: Sequence[str]) -> Callable[[], Routin
     best = max((each for each in registry.records("routing_policy") if not each.problems), key=lambda each: each.rank)
     record = best if name is None else registry.get("routing_policy", name)
     target, checked = registry.load(record), registry.options(record, values)
-    return lambda: target(RoutingContext(secrets.randbits(32)), checked)
+    reads_caches = isinstance(record.capabilities, RoutingCapabilities) and record.capabilities.keeps_prefixes
+    return PolicyChoice(lambda: target(RoutingContext(secrets.randbits(32)), checked), reads_caches)
 
 
 async def route(
     settings: RouterSettings,
-    make_policy: Callable[[], RoutingPolicy],
+    policy: PolicyChoice,
     listener: socket.socket,
     signals: StartSignals,
     admin: tuple[socket.socket, AdminKey] | None = None,
@@ -94,9 +107,9 @@ async def route(
     raise_file_limit(2 * settings.max_connections)
     async with open_client() as client:
         reader = EventReader()
-        prefixes = None if settings.key is None else CachedPrefixes(reader)
-        backends = Backends(settings.urls, client, settings.health_interval, ReplicaChooser(make_policy()), prefixes)
-        prefill = Backends(settings.prefill_urls, client, settings.health_interval, ReplicaChooser(make_policy()), prefixes)
+        prefixes = CachedPrefixes(reader) if settings.key is not None and policy.reads_caches else None
+        backends = Backends(settings.urls, client, settings.health_interval, ReplicaChooser(policy()), prefixes)
+        prefill = Backends(settings.prefill_urls, client, settings.health_interval, ReplicaChooser(policy()), prefixes)
         backends.desired = None if settings.targets is None else DesiredReplicas(settings.targets)
         sources = [Source(value) for value in settings.sources]
         for source in sources:

@@ -40,12 +40,20 @@ class PrefixLoad(RoutingPolicy):
             return (matched[replica] / max(1, len(blocks)) if share is None else share) - LOAD_WEIGHT * excess / max(1.0, mean)
 
         chosen = max(loads, key=lambda replica: (score(replica), -loads[replica]))
+        request.notes[chosen] = matched[chosen]
         for block in blocks:
             self._replicas[block] = self._replicas.get(block, 0) | 1 << chosen
             self._replicas.move_to_end(block)
         while len(self._replicas) > MAX_PREFIXES:
             self._replicas.popitem(last=False)
         return chosen
+
+    def forget_request(self, request: RoutingRequest, replica: int) -> None:
+        for block in request.blocks[request.notes.get(replica, len(request.blocks)) :]:  # what it had before stays
+            if left := self._replicas.get(block, 0) & ~(1 << replica):
+                self._replicas[block] = left
+            else:
+                self._replicas.pop(block, None)
 
     def forget_replica(self, replica: int) -> None:
         self._replicas = OrderedDict((block, left) for block, held in self._replicas.items() if (left := held & ~(1 << replica)))

@@ -107,8 +107,8 @@ def _read_openai(events: list[Any]) -> dict[str, Any]:
     for event in events:
         if event.get("usage"):
             found["usage"] = {**event["usage"], "prompt_tokens_details": None}  # what another request left in the cache
-            found["usage"].get("completion_tokens_details", {}).pop("rejected_prediction_tokens", None)
-            found["usage"].get("completion_tokens_details", {}).pop("accepted_prediction_tokens", None)
+            details = found["usage"].pop("completion_tokens_details", {})
+            found["usage"]["reasoning_tokens"] = details.get("reasoning_tokens", 0)  # others count drafts
         for choice in event["choices"]:
             mine = found.setdefault(choice["index"], {"text": "", "ids": [], "logprobs": [], "calls": {}, "finish": [], "reasoning": ""})
             delta = choice.get("delta", {"content": choice.get("text")})
@@ -204,6 +204,7 @@ def make_streams(count: int, length: int = 96) -> list[Stream]:
             ("/v1/completions", {**text, "logprobs": 1, "echo": True}),
             ("/v1/completions", {**text, "stop": ["\n\n\n", "qzx", " the"], "include_stop_str_in_output": True}),
             ("/v1/completions", {**text, "prompt": [f"{number} pears", f"{number} plums"], "n": 2, "max_tokens": length // 2}),
+            ("/v1/completions", {**text, "n": 4, "stop": ["e", "1"]}),  # its sequences end one after the other
             ("/generate", ids),
             ("/generate", {**ids, "return_logprob": True, "logprob_start_len": 0}),
             ("/v1/messages", {"model": "frame_tiny", "messages": messages, "max_tokens": length, "stream": True, "temperature": 0.0}),

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from frame.entrypoints.handoff import VERSION, FleetKey
+from frame.entrypoints.http.protocol.continuation import FIRST_WEIGHTS, Fleet, digest_prompts
 from frame.entrypoints.router.cached_prefixes import LINGER, TIER_WEIGHT, CachedPrefixes, PromptPrefixes
 from frame.entrypoints.router.replicas import Backends
 from frame.entrypoints.router.requests import BLOCK, read_prompt
@@ -112,6 +113,18 @@ def test_requests_that_run_count_as_cached() -> None:
     assert rig.shares(prefixes)[1] == 0.0 and not rig.known._running and not rig.known._ended
 
 
+def test_refused_requests_do_not_count_as_cached() -> None:
+    rig = Rig(first={})
+    prefixes = rig.read(make_text("a", 400, 7))
+    rig.known.learn(prefixes, tell_blocks(tokens(make_text("a", 400, 7)), "", PAGE))
+    for _ in range(2):
+        rig.known.enter(prefixes, "first")
+    rig.known.leave(prefixes, "first", is_refused=True)
+    assert rig.shares(prefixes)[0] == 1.0  # the other one runs
+    rig.known.leave(prefixes, "first", is_refused=True)
+    assert rig.shares(prefixes)[0] == 0.0 and not rig.known._running
+
+
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frame.entrypoints.router.cached_prefixes.MAX_PREFIXES", 50)
     rig = Rig(one={})
@@ -132,6 +145,20 @@ def test_the_header(length: int) -> None:
     assert len(told.hashes) == min(length // PAGE, MAX_HASHED) // (told.stride // PAGE)
     longer = read_blocks(tell_blocks([*range(length), *range(9)], "owner:salt", PAGE))
     assert longer is not None and (longer.stride != told.stride or longer.hashes[: len(told.hashes)] == told.hashes)
+
+
+async def test_long_prompts_are_told_in_turns() -> None:
+    """The event loop serves others meanwhile."""
+    first = SimpleNamespace(prompt=list(range(131_072)), recovery=SimpleNamespace(media=None, adapter=None), weight_version=FIRST_WEIGHTS)
+    state: Any = SimpleNamespace(sequences=[first], first_sequences=[first], namespace="")
+    fleet: Any = SimpleNamespace(_page_size=PAGE)
+    for work, num_turns in ((Fleet.tell_blocks(fleet, state), 10), (digest_prompts(state), 5)):
+        task, turns = asyncio.create_task(work), 0
+        while not task.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns > num_turns
+    assert await Fleet.tell_blocks(fleet, state) == tell_blocks(first.prompt, "", PAGE)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +252,13 @@ async def test_the_router_reads_events_and_keeps_the_header(tmp_path: Path, monk
         assert two.events is not events and events.is_closed  # the process is another one
         backends.mark_lost(two, "test")
         assert two.events is None
+        second.told, chooser = f"{port} {replay_port} 1", backends._chooser
+        await backends.check(two)
+        assert two.events is not None
+        chooser._policy, policy = None, chooser._policy  # it has failed, and no other looks at what is cached
+        await backends.check(two)
+        assert two.events is None
+        chooser._policy = policy
         for value in ("1", "0 0 1", "99999 0 1", "5557 -1 1", "5557 0 1000000", "x y z", "5557 5558 1 1"):
             second.told = value
             await backends.check(two)

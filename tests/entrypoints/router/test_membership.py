@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,7 +25,7 @@ from frame.entrypoints.cli.main import cli
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
 from frame.entrypoints.keys import AdminKey
-from frame.entrypoints.router import first_bytes
+from frame.entrypoints.router import first_bytes, replicas
 from frame.entrypoints.router.admin import MAX_BODY, AdminApp
 from frame.entrypoints.router.discovery import MAX_REPLICAS, Source, check_url, watch_sources
 from frame.entrypoints.router.first_bytes import FirstBytes, judge_slowness
@@ -96,6 +97,17 @@ async def test_a_file_names_replicas_that_come_and_go(tmp_path: Path, caplog: py
     await asyncio.gather(first.kill(), second.kill())
 
 
+async def test_a_half_written_file_makes_no_replica_leave() -> None:
+    """An address that one reading lacks stays; a new one counts at once."""
+    readings = iter([["a", "b"], ["a"], None, ["b", "c"], ["c"], ["c"]])
+    source: Any = SimpleNamespace(value="file", read=lambda: asyncio.sleep(0, next(readings, None)))
+    named = list[list[str]]()
+    task = asyncio.create_task(watch_sources([source], 0.0, lambda _, urls: named.append(sorted(urls))))
+    await reach(lambda: len(named) == 5)
+    task.cancel()
+    assert named == [["a", "b"], ["a", "b"], ["a", "b", "c"], ["b", "c"], ["c"]]
+
+
 async def test_a_name_has_a_replica_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] | Exception = ["10.0.0.2", "10.0.0.1", "10.0.0.1", "fd00::1"]
 
@@ -110,7 +122,6 @@ async def test_a_name_has_a_replica_an_address(monkeypatch: pytest.MonkeyPatch) 
     assert await source.read() == ["http://10.0.0.1:30000", "http://10.0.0.2:30000", "http://[fd00::1]:30000"]
     found = socket.gaierror(-2, "Name or service not known")
     assert await source.read() is None
-
 
 
 async def test_health_checks_outlive_what_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,39 +161,98 @@ def test_addresses_that_are_none(wrong: str) -> None:
 
 
 class SilentReplica(FakeReplica):
-    """Answers no health check while `is_silent`."""
+    """A replica whose health checks are answered while `speaks` is set."""
 
-    is_silent = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.speaks, self.checks = asyncio.Event(), 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] == "/health" and self.is_silent:
+        if scope["path"] == "/health":
+            self.checks += 1
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(30)
+                await self.speaks.wait()
         await super().__call__(scope, receive, send)
 
 
-async def test_a_replica_that_sends_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "MIN_SILENCE", 0.25)
+
+
+async def test_a_replica_that_sends_is_not_lost() -> None:
     """Checks that end without an answer tell nothing while answers come, or where the router itself
     was late."""
     replica = SilentReplica()
     async with routed(replica) as (client, backends, _):
         backend = backends.all[0]
-        replica.is_silent = True
         checks = [asyncio.create_task(backends.check(backend)) for _ in range(3)]
         await asyncio.sleep(0.5)
         assert (await client.post("/generate", json={"stream": True})).status_code == 200
         await asyncio.gather(*checks)
         assert (backend.state, backend.failed_checks) == ("serving", 0)
-        late = asyncio.create_task(backends.check(backend))
-        await asyncio.sleep(0.1)
         backend.heard = -1.0
+        late = asyncio.create_task(backends.check(backend))
+        await reach(lambda: replica.checks == 4)
+        asyncio.get_running_loop().call_later(0.3, replica.speaks.set)
         time.sleep(1.7)  # noqa: ASYNC251 - the router is late
         await late
-        assert backend.failed_checks == 0
-        for number in (1, 2):
+        assert (backend.state, backend.failed_checks, backend.check_time > 1.7) == ("serving", 0, True)
+
+
+@pytest.mark.usefixtures("short_silence")
+async def test_a_late_answer_is_an_answer() -> None:
+    """A replica is lost after two checks without an answer. The answer to the first one, which
+    comes while the second one waits, counts; later checks wait for longer."""
+    replica = SilentReplica()
+    async with routed(replica) as (_, backends, _):
+        backend = backends.all[0]
+        await backends.check(backend)
+        assert (backend.state, backend.failed_checks, len(backend.checks)) == ("serving", 1, 1)
+        second = asyncio.create_task(backends.check(backend))
+        await reach(lambda: replica.checks == 2)
+        replica.speaks.set()
+        await second
+        assert (backend.state, backend.failed_checks) == ("serving", 0)
+        replica.speaks.clear()
+        backend.check_time, began = 0.15, time.monotonic()
+        await backends.check(backend)
+        assert time.monotonic() - began > 0.55  # four times as long as answers take
+        await backends.check(backend, is_suspect=True)  # a connection broke, which alone is no proof
+        assert (backend.state, backend.was_silent) == ("lost", True)
+        for _ in range(4):
             await backends.check(backend)
-            assert backend.failed_checks == number
-        assert backend.state == "lost"
+        assert len(backend.checks) <= replicas.MAX_CHECKS
+        replica.speaks.set()
+        await backends.check(backend)
+        assert backend.state == "serving"
+
+
+@pytest.mark.usefixtures("short_silence")
+async def test_when_all_are_silent_the_machine_is_late() -> None:
+    """For a while; one of three that is silent is lost. The checks of requests whose connections
+    broke at once are one."""
+    three = [SilentReplica() for _ in range(3)]
+    async with routed(*three) as (_, backends, _):
+        for replica in three:
+            replica.speaks.set()
+        while any(backend.check_time < 0 or backend.failed_checks for backend in backends.all):
+            await asyncio.gather(*(backends.check(backend) for backend in backends.all))
+        for replica in three:
+            replica.speaks.clear()
+        for _ in range(4):
+            await asyncio.gather(*(backends.check(backend) for backend in backends.all))
+        assert {backend.state for backend in backends.all} == {"serving"}
+        for backend in backends.all:
+            backend.silent_since -= 2 * replicas.MAX_SILENCE
+        for replica in three[1:]:
+            replica.speaks.set()
+        first, before, turns = backends.all[0], three[0].checks, 0
+        while first.state != "lost":
+            await asyncio.gather(*(backends.check(backend) for backend in backends.all[1:]))
+            await asyncio.gather(*(backends.check(first, is_suspect=True) for _ in range(40)))
+            turns += 1
+        assert three[0].checks <= before + turns
 
 
 @pytest.mark.parametrize("wrong", ["https://name:1", "http://name/path", "ftp://name", "http://u:p@name:1", "http://a b"])
@@ -390,5 +460,3 @@ def test_requests_avoid_a_slow_replica() -> None:
             assert json.loads((await client.get("/health")).text)["replicas"][slow.url] == "ok"
 
     run(main)
-
-

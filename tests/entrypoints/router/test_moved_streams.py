@@ -25,30 +25,38 @@ from tests.entrypoints.serving import RunningServer, wait_until
 
 STREAMS = 64
 LENGTH = 40  # tokens
+DRAFTS = ("--speculative-algorithm", "ngram", "--speculative-num-steps", "3")
 ADMIN = "the key of the operators"
 
 
 def make_compiling() -> list[Stream]:
     """Short streams that compile the grammars of the others."""
-    return [stream for stream in make_streams(15, 4) if "response_format" in stream.body or "tools" in stream.body]
+    return [stream for stream in make_streams(16, 4) if "response_format" in stream.body or "tools" in stream.body]
 
 
 class Fleet:
     """Three servers, and a router that finds them by a file. `expected`: the contents of `streams`
-    from one server."""
+    from one server without drafts. `has_drafts`: of the servers."""
 
-    def __init__(self, file: Path, *flags: str) -> None:
+    def __init__(self, file: Path, *flags: str, has_drafts: bool = False) -> None:
+        self._server_flags = DRAFTS if has_drafts else ()
         with ThreadPoolExecutor(3) as pool:
-            self.servers = list(pool.map(lambda _: start_server(), range(3)))
+            self.servers = list(pool.map(lambda _: start_server(0, *self._server_flags), range(3)))
         file.write_text("".join(f"{server.url}\n" for server in self.servers))
         self.router = FleetRouter("--discover", str(file), "--admin-port", "0", "--admin-key", ADMIN, *flags)
         self.doomed: FleetRouter | None = None  # one that ends while half of the streams use it
         self.streams = make_streams(STREAMS, LENGTH)
         with ThreadPoolExecutor(3) as pool:  # the others start their processes for grammars meanwhile
             warming = [pool.submit(read_all, make_compiling(), server.url) for server in self.servers[1:]]
-            self.expected = read_all(self.streams, self.servers[0].url)
+            self.expected = self._expect(has_drafts)
             for task in warming:
                 task.result()
+
+    def _expect(self, has_drafts: bool) -> list[Any]:
+        if not has_drafts:
+            return read_all(self.streams, self.servers[0].url)
+        with start_server() as plain:
+            return read_all(self.streams, plain.url)
 
     def disturb(self, act: Callable[[], Any], share: float) -> None:
         """Read all streams, and act when this share of their events has come."""
@@ -87,7 +95,7 @@ class Fleet:
     def restart(self, number: int) -> None:
         """Start a server again at its address."""
         port = int(self.servers[number].url.rpartition(":")[2])
-        self.servers[number] = start_server(port)
+        self.servers[number] = start_server(port, *self._server_flags)
 
     def stop(self) -> None:
         for process in (self.router, *self.servers):
@@ -164,10 +172,11 @@ def test_rounds_of_every_disturbance(tmp_path: Path) -> None:
     """FRAME_ROUNDS (100) rounds each of a drain by the operator, SIGTERM, SIGKILL, SIGSTOP of one
     of three servers, and of SIGKILL of one of two routers, whose clients send their requests again
     to the other one; and as many undisturbed ones. FRAME_ROUNDS_JSON: the file of the record.
-    FRAME_HEALTH_INTERVAL (0.2): more where other work takes the processors."""
+    FRAME_HEALTH_INTERVAL (0.2): more where other work takes the processors. FRAME_DRAFTS: 1 for
+    servers with `ngram` drafts, whose streams are those of a server without."""
     number, draw = int(os.environ.get("FRAME_ROUNDS", "100")), random.Random(7)
     often = ("--health-interval", os.environ.get("FRAME_HEALTH_INTERVAL", "0.2"))
-    fleet = Fleet(tmp_path / "replicas", *often)
+    fleet = Fleet(tmp_path / "replicas", *often, has_drafts=os.environ.get("FRAME_DRAFTS") == "1")
     rounds = Rounds(fleet, Path(os.environ.get("FRAME_ROUNDS_JSON", str(tmp_path / "rounds.json"))))
     routers: list[FleetRouter] = []
     acts: dict[str, Callable[[RunningServer], Any]] = {

@@ -3,6 +3,7 @@ fails."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -85,6 +86,36 @@ def test_a_policy_of_the_command_line() -> None:
         load_policy("round_robin", ["x=1"])
     with pytest.raises(ConfigError, match="--policy-option is 'x'; write KEY=VALUE"):
         load_policy("round_robin", ["x"])
+
+
+def test_a_refused_prompt_is_not_cached() -> None:
+    """A policy forgets what it noted for a request that the replica refused, and keeps what the
+    replica had before."""
+    policy, loads = load_policy(None, [])(), {0: 0, 1: 0}
+    assert policy.choose_replica(RoutingRequest([1, 2]), {1: 0}) == 1
+    refused = RoutingRequest([1, 2, 3, 4])
+    assert policy.choose_replica(refused, loads) == 1
+    policy.forget_request(refused, 1)
+    assert policy.choose_replica(RoutingRequest([1, 2, 9]), loads) == 1
+    assert policy.choose_replica(RoutingRequest([3, 4]), loads) == 0
+
+
+@pytest.mark.parametrize("status", [400, 503])
+async def test_a_replica_that_refuses_does_not_attract_its_prompts(status: int) -> None:
+    first, second = FakeReplica(), FakeReplica()
+    async with routed(first, second) as (client, backends, _):
+        first.status = status
+        assert (await client.post("/v1/completions", json=BODY)).status_code == (status if status == 400 else 200)
+        first.status = 200
+        with counted(backends.all[0]) if status == 400 else contextlib.nullcontext():  # equal but for what is cached
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+    assert (first.requests, second.requests) == (1, 1 if status == 400 else 2)
+
+
+def test_events_are_read_for_policies_that_look_at_prefixes() -> None:
+    assert {name: load_policy(name, []).reads_caches for name in (None, "prefix_load", "least_load", "round_robin", "session")} == {
+        None: True, "prefix_load": True, "least_load": False, "round_robin": False, "session": False,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["least_load", "round_robin", "power_of_two"])

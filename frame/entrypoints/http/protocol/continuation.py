@@ -41,6 +41,7 @@ _KINDS = ("model", "weight_format", "attention_backend", "adapter", "modality", 
           "reasoning_parser", "tool_call_parser")  # fmt: skip
 SAMPLED_FILE = 4 << 20  # bytes of a file above which only `SAMPLES` blocks of it are hashed
 SAMPLES, SAMPLE = 8, 1 << 14  # blocks, bytes
+DIGEST_TURN = 1 << 14  # tokens that are hashed at once, which takes about 0.3 ms
 FIRST_WEIGHTS = "default"  # the version before an update
 _encode = msgspec.msgpack.encode
 
@@ -72,15 +73,19 @@ class Fleet:
             return False
         return bool(self.events)
 
-    def tell_blocks(self, state: RequestState) -> bytes:
+    async def tell_blocks(self, state: RequestState) -> bytes:
         """The blocks of the first prompt, where events name them by these hashes: not of media or
         adapters, nor after an update of the weights, which the engine counts in the namespace."""
-        from frame.kv_events.prompt_blocks import UNKNOWN, tell_blocks
+        from frame.kv_events.prompt_blocks import UNKNOWN, tell_in_turns
 
         first = state.sequences[0]
         if first.recovery.media or first.recovery.adapter is not None or first.weight_version != FIRST_WEIGHTS:
             return UNKNOWN
-        return tell_blocks(first.prompt, state.namespace, self._page_size)
+        told = b""
+        for told in tell_in_turns(first.prompt, state.namespace, self._page_size):
+            if not told:
+                await asyncio.sleep(0)
+        return told
 
     async def ask_for_moves(self) -> None:
         """Ask the router to move all streams, and those that begin later. It goes on reading those
@@ -135,12 +140,16 @@ def _hash_file(digest: Any, file: Path) -> None:
             digest.update(opened.read(SAMPLE))
 
 
-def digest_prompts(state: RequestState) -> bytes:
-    """A digest of the prompts' token ids and adapters."""
+async def digest_prompts(state: RequestState) -> bytes:
+    """A digest of the prompts' token ids and adapters, computed in turns."""
     digest = hashlib.blake2b(digest_size=16)
     for sequence in state.first_sequences:
-        use = sequence.recovery.adapter
-        digest.update(_encode((sequence.prompt, use.version.digest if use is not None else "")))
+        use, prompt = sequence.recovery.adapter, sequence.prompt
+        digest.update(_encode((len(prompt), use.version.digest if use is not None else "")))
+        for start in range(0, len(prompt), DIGEST_TURN):
+            digest.update(_encode(prompt[start : start + DIGEST_TURN]))
+            if start + DIGEST_TURN < len(prompt):
+                await asyncio.sleep(0)
     return digest.digest()
 
 
@@ -160,7 +169,10 @@ async def read_fleet_header(context: RequestContext, taker: Fleet | None, value:
         else:
             handoff, body = await _split_body(context, signature.length)
             taker.key.check(signature, path, taker.instance, handoff, body)
-            context.handoff = decoded = fleet.decode_handoff(handoff)
+            turns = fleet.decode_in_turns(handoff)
+            while (decoded := next(turns)) is None:  # noqa: ASYNC110 - its own work
+                await asyncio.sleep(0)
+            context.handoff = decoded
             if decoded.identity != taker.identity:
                 sentence = "the server that began the stream has another checkpoint, tokenizer, release or settings that change tokens"
                 raise HandoffError(409, sentence)
@@ -189,16 +201,18 @@ async def _split_body(context: RequestContext, length: int) -> tuple[bytes, byte
     return handoff, body
 
 
-def restore_state(state: RequestState, handoff: Handoff, weight_version: str, vocab_size: int) -> None:
+async def restore_state(state: RequestState, handoff: Handoff, weight_version: str, vocab_size: int) -> None:
     """Give the prepared sequences the output, seeds and counts of the handoff. Raises ApiError 400
     for an output that no sequence can have, 409 where this server has other prompts or weights."""
     start, sequences = handoff.start, state.sequences
     writes = [write for record in handoff.records for write in record]
     if any(not 0 <= write.index < len(sequences) for write in writes) or len(start.seeds) != len(sequences):
         raise ApiError(400, "the handoff has sequences that the request has not", code="handoff_refused")
-    if any(not 0 <= token < vocab_size for write in writes for token in _list_ids(write)):
-        raise ApiError(400, f"the handoff has a token id outside the vocabulary (0 to {vocab_size - 1})", code="handoff_refused")
-    if start.digest != digest_prompts(state):
+    for first in range(0, len(writes), fleet.TURN):
+        if any(not 0 <= token < vocab_size for write in writes[first : first + fleet.TURN] for token in _list_ids(write)):
+            raise ApiError(400, f"the handoff has a token id outside the vocabulary (0 to {vocab_size - 1})", code="handoff_refused")
+        await asyncio.sleep(0)
+    if start.digest != await digest_prompts(state):
         sentence = "this server has other token ids for the prompt, or another version of the adapter, than the one that began the stream"
         raise ApiError(409, sentence, code="handoff_refused")
     version = next((write.weight_version for write in reversed(writes) if write.weight_version), start.weight_version)
@@ -210,7 +224,9 @@ def restore_state(state: RequestState, handoff: Handoff, weight_version: str, vo
         sequence.params = msgspec.structs.replace(sequence.params, seed=seed)
         sequence.recovery.engine_rid = f"{sequence.rid}~{secrets.token_hex(4)}"  # the stream may have been here before
         sequence.change_version(start.weight_version)
-    for write in writes:
+    for number, write in enumerate(writes, 1):
+        if number % fleet.TURN == 0:
+            await asyncio.sleep(0)
         sequence = sequences[write.index]
         recovery = sequence.recovery
         if write.weight_version:
@@ -292,7 +308,7 @@ class StreamRecorder:
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Send a message of the response."""
         if message["type"] == "http.response.start":
-            message = self._begin(message)
+            message = await self._begin(message)
         elif self._is_framed:
             body, record = message.get("body", b""), b""
             is_end = not message.get("more_body", False)
@@ -305,7 +321,7 @@ class StreamRecorder:
                 self._fleet.recorders.discard(self)
         await self._send(message)
 
-    def _begin(self, message: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    async def _begin(self, message: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         state = self._context.state
         has_length = any(name == b"content-length" for name, _ in message["headers"])
         if message["status"] != 200 or has_length or state is None:
@@ -314,7 +330,7 @@ class StreamRecorder:
         seeds = [sequence.params.seed or 0 for sequence in state.sequences]
         for sequence in state.sequences:
             self._versions[sequence.index] = sequence.weight_version
-        start = StreamStart(state.rid, state.created_at, seeds, digest_prompts(state), state.sequences[0].weight_version)
+        start = StreamStart(state.rid, state.created_at, seeds, await digest_prompts(state), state.sequences[0].weight_version)
         self._start = fleet.frame(fleet.START, _encode(start)) + (fleet.frame(fleet.DRAINING) if self._fleet.is_draining else b"")
         self._fleet.recorders.add(self)
         return {**message, "headers": [*message["headers"], (fleet.HEADER, b"%d" % fleet.VERSION)]}
