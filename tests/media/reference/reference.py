@@ -63,7 +63,7 @@ class Reference:
         self.family = str(self._config["model_type"])
         self.model = load_media_reference(folder)
         has_images = "vision_config" in self._config and self.family != "llama4"  # its processor needs torchvision
-        if hasattr(self.model.model, "get_rope_index"):
+        if hasattr(getattr(self.model, "model", None), "get_rope_index"):
             self.model.model.get_rope_index = partial(_find_positions, self.model.model.get_rope_index)
         self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil") if has_images else None
 
@@ -91,14 +91,14 @@ class Reference:
                 kinds[0, run.start : run.start + run.count] = 2 if item.modality == "video" else 1
         if "mrope_section" in json.dumps(self._config):
             inputs["mm_token_type_ids"] = kinds
-        elif self.family == "gemma3":
-            inputs["token_type_ids"] = kinds
+        elif self.family.startswith("gemma"):
+            inputs["token_type_ids" if self.family == "gemma3" else "mm_token_type_ids"] = kinds
         if prompt.images and self._processor is not None:
             inputs |= self._read_images(prompt.images)
         others = [item for item in items if item.modality != "image" or self._processor is None]
         if others:
             arrays = [self._read_arrays(map_features(item)) for item in others]
-            inputs |= {name: torch.cat([each[name] for each in arrays]) for name in arrays[0]}
+            inputs |= {name: torch.cat([each[name] for each in arrays]) for name in arrays[0] if name != "aspect_ratios"}
         if self.family == "qwen2_5_vl" and others:
             speed = self._config["vision_config"]["tokens_per_second"]
             inputs["second_per_grid_ts"] = torch.tensor([item.runs[0].frame_step / speed for item in others])
