@@ -18,7 +18,7 @@ from frame.config.hardware import Hardware
 from frame.config.resolution.attention import choose_attention, choose_page_size
 from frame.config.resolution.drafter import check_speculation, find_tree
 from frame.config.resolution.machine import budgets, choose_graph_sizes, choose_jump, dtypes_to_try
-from frame.config.resolution.media import choose_media, may_serve, plan_media
+from frame.config.resolution.media import attends_in_both_directions, choose_media, may_serve, plan_media
 from frame.config.resolution.parallel import (
     check_transfers,
     choose_collective,
@@ -212,7 +212,7 @@ class _Solver:
             self.conflicts.append(ResolveError(sentence, change="parallel.dp_attention: false"))
         self.conflicts += find_conflicts(self.plan, self.model_config, self.platform.record, self.hardware, self.config.model.quantization)
         self.conflicts += find_host_conflicts(self.config)
-        media = {"media": may_serve(self.config, self.model_config), "spans": self._model_has("media_spans")}
+        media = {"media": may_serve(self.config, self.model_config), "spans": self._has_spans()}
         on_cpu = self.device == "cpu"
         self.conflicts += find_batch_conflicts(self.config, self.model_config, task, self.tree, on_cpu=on_cpu, **media)
         self.conflicts += find_adapter_conflicts(self.config, self.model_config)
@@ -233,6 +233,10 @@ class _Solver:
         """Whether the capabilities of the chosen model plugin have this flag."""
         selected = self.chosen.selected.get("model")
         return bool(selected and getattr(selected[-1].record.capabilities, feature, False))
+
+    def _has_spans(self) -> bool:
+        selected = self.chosen.selected.get("model")
+        return bool(selected) and attends_in_both_directions(selected[-1].record.capabilities, self.model_config)
 
     def _experts(self) -> None:
         moe, model, mode = self.config.moe, self.model_config, self.config.execution.deterministic
@@ -384,7 +388,7 @@ class _Solver:
             sinks=self._model_has("sinks"),
             sparse=self._model_has("sparse"),
             chunked=self._model_has("chunked"),
-            spans=self._model_has("media_spans") and may_serve(self.config, self.model_config),
+            spans=self._has_spans() and may_serve(self.config, self.model_config),
             bidirectional=model_config.encoder,
             tree_mask=self.tree is not None,
             group=model_config.num_heads // max(1, model_config.num_kv_heads),

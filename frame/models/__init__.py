@@ -113,7 +113,7 @@ _DECODERS = (
         "gemma4",
         "gemma4:Gemma4ForCausalLM",
         ("Gemma4ForCausalLM", *_media("Gemma4")),
-        "Gemma 4, of E2B and E4B with images",
+        "Gemma 4",
     ),
 )
 _RECURRENT = ("falcon_h1", "kimi_linear", "nemotron_h", "qwen3_next")
@@ -137,6 +137,8 @@ _MODALITIES = {
     "qwen3_moe": (_IMAGE, _VIDEO, _AUDIO),
     "qwen3_next": (_IMAGE, _VIDEO),
 }
+# Gemma 3: of all images; Gemma 4: of checkpoints that say so
+_MEDIA_SPANS: dict[str, bool | str] = {"gemma3": True, "gemma4": "vision"}
 _ENCODERS = (
     ("bert", "bert:BertModel", ("BertModel", "BertForSequenceClassification"), "BERT, MiniLM, BGE and similar encoders"),
     (
@@ -164,7 +166,7 @@ def register_models(registry: KindRegistry) -> None:
             biased_experts=name in ("gemma4", "gpt_oss", "nemotron_h"),
             sparse=name == "deepseek_v32",
             modalities=_MODALITIES.get(name, ()),
-            media_spans=name == "gemma3",
+            media_spans=_MEDIA_SPANS.get(name, False),
             batch_invariant=True,
             invariant_on=("cpu",) if name in _INVARIANT_ON_CPU else (),
         )

@@ -82,6 +82,7 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
         window = config.get("sliding_window") if kind == _SLIDING else None
         options = AttentionOptions(qkv_bias=bias, out_bias=bias, qk_norm=self._eps, value_norm=self._eps, sliding_window=window, scale=1.0)
         built = Attention(self.context, sizes, layer, prefix, self.get_rotary(layer), options)
+        built.spec = replace(built.spec, spans=kind == _SLIDING)  # images attend to themselves in both directions in these layers alone
         self.sources[kind] = built
         return built
 

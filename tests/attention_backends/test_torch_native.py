@@ -177,7 +177,7 @@ def test_windows_are_planned_from_the_second_step_on() -> None:
     pages = lay_out(case.rows, case.page_size, np.random.default_rng(0))
     cache = PlainKVCache(case.page_size, [torch.zeros(pages.num_pages, case.page_size, 2, 32)] * 2)
     plan = backend.plan(forward_batch(case.rows, pages, cache, "cpu"))
-    assert set(plan._by_view) == {(10, True, False)}
+    assert set(plan._by_view) == {(10, True, False, True)}
 
 
 def _numpy(places: slice | torch.Tensor) -> slice | np.ndarray:

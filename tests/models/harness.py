@@ -68,7 +68,7 @@ class NaiveAttention(AttentionBackend):
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         keys, values = batch.kv.layer(spec.layer)
-        spans = batch.get(MediaSpans)
+        spans = batch.get(MediaSpans) if spec.spans else None
         ends = torch.zeros(len(q), dtype=torch.int32) if spans is None else spans.ends
         rows = [self._row(spec, q[span], keys[places], values[places], ends[span]) for span, places in self._rows(batch)]
         return torch.cat(rows).to(q.dtype)

@@ -147,7 +147,29 @@ def _glm(model_type: str, processor: str, text: Mapping[str, Any], **tower: Any)
     )
 
 
-FAMILIES: dict[str, Family] = {
+def _gemma4(text: Mapping[str, Any]) -> Family:
+    return Family(
+        "gemma4",
+        {
+            "head_dim": 16, "global_head_dim": 24, "sliding_window": 8, "tie_word_embeddings": True, "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"], **text,
+        },
+        {"vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 256}},
+        {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
+        ("<bos>", "<eos>", "<pad>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|video|>"),
+        ("<|turn>", "\n", "<turn|>\n"),
+        {"image": "<|image|>"},
+        {"processor_class": "Gemma4Processor"},
+        {
+            "preprocessor_config.json": {
+                "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3
+            }
+        },
+        named={"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+    )  # fmt: skip
+
+
+FAMILIES: dict[str, Family] = {  # by architecture, and a form of it after a hyphen
     "Qwen2VLForConditionalGeneration": _qwen(
         "qwen2_vl", "Qwen2VLProcessor", _rope(2, 3, 3), {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
     ),
@@ -197,25 +219,14 @@ FAMILIES: dict[str, Family] = {
         {"mm_tokens_per_image": 4},
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     ),
-    "Gemma4ForConditionalGeneration": Family(
-        "gemma4",
+    "Gemma4ForConditionalGeneration": _gemma4(
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 384, "num_kv_shared_layers": 1}
+    ),
+    "Gemma4ForConditionalGeneration-spans": _gemma4(
         {
-            "head_dim": 16, "global_head_dim": 24, "sliding_window": 8, "tie_word_embeddings": True, "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 384, "num_kv_shared_layers": 1, "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        },
-        {"vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 256}},
-        {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
-        ("<bos>", "<eos>", "<pad>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|video|>"),
-        ("<|turn>", "\n", "<turn|>\n"),
-        {"image": "<|image|>"},
-        {"processor_class": "Gemma4Processor"},
-        {
-            "preprocessor_config.json": {
-                "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3
-            }
-        },
-        named={"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+            "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_bidirectional_attention": "vision",
+            "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        }
     ),
     "LlavaOnevisionForConditionalGeneration": Family(
         "llava_onevision",
@@ -419,13 +430,13 @@ FAMILIES["Qwen3OmniMoeThinkerForConditionalGeneration"] = replace(
 )  # fmt: skip
 
 
-def make_media_checkpoint(folder: str | Path, architecture: str, seed: int = 0, **text: Any) -> Path:
+def make_media_checkpoint(folder: str | Path, name: str, seed: int = 0, **text: Any) -> Path:
     """Write a checkpoint of one of `FAMILIES` to `folder`, and return the folder. text: fields of
     the language model's configuration."""
     import torch
     import transformers
 
-    folder, family = Path(folder), FAMILIES[architecture]
+    folder, family, architecture = Path(folder), FAMILIES[name], name.partition("-")[0]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = save_tokenizer(folder, 4096, family.special, _write_template(family), family.named)
     ids = tokenizer.convert_tokens_to_ids
@@ -452,7 +463,12 @@ def load_media_reference(folder: str | Path) -> Any:
     import transformers
 
     architecture = json.loads((Path(folder) / "config.json").read_text())["architectures"][0]
-    return getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    if architecture.startswith("Llama4"):  # transformers 5.24 reads attributes that its language model's output lacks
+        model.language_model.register_forward_hook(
+            lambda module, args, output: output.__dict__.update(image_outputs=None, router_logits=None)
+        )
+    return model
 
 
 def _write_template(family: Family) -> str:

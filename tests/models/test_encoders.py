@@ -3,7 +3,6 @@ logits of prompts that hold them."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import subprocess
@@ -24,7 +23,7 @@ from tests.models.harness import Session, open_session
 from tests.models.media_checkpoints import FAMILIES, load_media_reference, make_media_checkpoint
 from tests.models.media_inputs import Item, Prompt, join_items, make_items, make_prompt
 
-SPANS = ("Gemma3ForConditionalGeneration",)
+SPANS = ("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration-spans")
 OMNI = "Qwen3OmniMoeThinkerForConditionalGeneration"
 CASES = [
     (architecture, modality) for architecture, family in FAMILIES.items() for modality in family.placeholders
@@ -49,19 +48,6 @@ def encode(session: Session, modality: str, items: list[Item]) -> list[torch.Ten
     return model.encode(modality, items)
 
 
-def compute_logits(model: Any, **arguments: Any) -> torch.Tensor:
-    """[tokens, vocab]. Llama 4's class in transformers 5.24 reads an attribute that its language
-    model's output lacks, after the logits are computed."""
-    if type(model).__name__ != "Llama4ForConditionalGeneration":
-        logits: torch.Tensor = model(**arguments).logits[0]
-        return logits
-    outputs: list[torch.Tensor] = []
-    model.language_model.register_forward_hook(lambda module, args, output: outputs.append(output.logits[0]))
-    with contextlib.suppress(AttributeError):
-        model(**arguments)
-    return outputs[0]
-
-
 def run_reference(folder: Path, modality: str, items: list[Item], prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """-> (logits [tokens, vocab], inputs of the language model's layers [tokens, hidden], rotary
     positions int64 [3, tokens] or None)."""
@@ -77,10 +63,10 @@ def run_reference(folder: Path, modality: str, items: list[Item], prompt: Prompt
             arguments["video_second_per_grid"] = torch.ones(len(items))
     elif has_rope:
         arguments["mm_token_type_ids"] = prompt.kinds[None]
-    if type(model).__name__ in SPANS:
-        arguments["token_type_ids"] = prompt.kinds[None]
+    if model.config.model_type.startswith("gemma"):
+        arguments["token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"] = prompt.kinds[None]
     with torch.inference_mode():
-        logits = compute_logits(model, **arguments)
+        logits = model(**arguments).logits[0]
     positions = seen[0]["position_ids"][-3:, 0].long() if has_rope else None
     return logits, seen[0]["inputs_embeds"][0], positions
 
@@ -217,7 +203,7 @@ def test_text_alone_needs_no_encoder(media_checkpoint: Make, architecture: str) 
     reference = load_media_reference(folder)
     ids = torch.randint(20, 380, (1, 30), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        expected = compute_logits(reference, input_ids=ids)
+        expected = reference(input_ids=ids).logits[0]
     (computed,) = session.step([(1, ids[0].tolist())])
     torch.testing.assert_close(computed, expected, atol=2e-4, rtol=1e-4)
     assert not [name for name, _ in session.model.named_parameters() if name.startswith("encoders.")]  # type: ignore[attr-defined]

@@ -28,11 +28,11 @@ BLOCK_CELLS = 1 << 24  # scores (queries x keys) for which a mask is built at a 
 BLOCK_QUERIES = 512
 EXPANDED_BYTES = 1 << 30  # latents stay absorbed if their expansion would be larger than this
 
-MaskView = tuple[int | None, bool, bool]  # (sliding window, causal, in chunks)
+MaskView = tuple[int | None, bool, bool, bool]  # (sliding window, causal, in chunks, reads spans)
 
 
 class StepGroups:
-    """The groups of one step, by view (sliding window, causal, in chunks), each made once."""
+    """The groups of one step, by view, each made once."""
 
     def __init__(self, batch: ForwardBatch, dtype: torch.dtype) -> None:
         self._batch, self._dtype = batch, dtype
@@ -43,8 +43,9 @@ class StepGroups:
         """The groups of a view. `layer`: one that has it."""
         groups = self._by_view.get(view)
         if groups is None:
-            window, causal, is_chunked = view
-            grouping = Grouping(self._batch, window, self._dtype, self._token_bytes(layer) if causal else 0, is_chunked)
+            window, causal, is_chunked, reads_spans = view
+            token_bytes = self._token_bytes(layer) if causal else 0
+            grouping = Grouping(self._batch, window, self._dtype, token_bytes, is_chunked, reads_spans)
             groups = grouping.make_groups(self._batch.num_decodes) if causal else grouping.make_bidirectional_groups()
             self._by_view[view] = groups
         return groups
@@ -190,7 +191,7 @@ class TorchNativeBackend(AttentionBackend):
         return attend(spec, group, q, k, v)
 
     def _groups(self, spec: AttentionSpec, batch: ForwardBatch) -> Groups:
-        view = (spec.sliding_window, spec.causal, spec.chunked)
+        view = (spec.sliding_window, spec.causal, spec.chunked, spec.spans)
         self._views.setdefault(view, spec.layer)
         plan: StepGroups = batch.plan
         return plan.get_groups(view, spec.layer)

@@ -85,7 +85,15 @@ class Grouping:
     """Makes the groups of one step for one window. `token_bytes`: size of one cached token of one
     layer."""
 
-    def __init__(self, batch: ForwardBatch, window: int | None, dtype: torch.dtype, token_bytes: int, is_chunked: bool = False) -> None:
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        window: int | None,
+        dtype: torch.dtype,
+        token_bytes: int,
+        is_chunked: bool = False,
+        reads_spans: bool = True,
+    ) -> None:
         host: HostView = batch.host
         self.is_chunked = is_chunked and window is not None
         self.device, self.dtype, self.window = batch.token_ids.device, dtype, window
@@ -105,7 +113,7 @@ class Grouping:
         self.trees = batch.get(TreeMask)
         if self.trees is not None and window is not None:
             raise ValueError("layers with windows cannot verify trees of drafted tokens; use a drafter of chains")
-        self.spans = batch.get(MediaSpans)
+        self.spans = batch.get(MediaSpans) if reads_spans else None
         self.token_bytes = token_bytes
 
     @property

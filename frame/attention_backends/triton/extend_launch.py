@@ -101,7 +101,7 @@ class ExtendLauncher:
         cached_or_ragged, ragged_or_cached = cached or ragged, ragged or cached
         assert cached_or_ragged is not None
         assert ragged_or_cached is not None
-        mask, bits = _get_mask(batch)
+        mask, bits = _get_mask(spec, batch)
         key = (spec.layer, cached is None, mask, ragged_or_cached.layout)  # the cache's strides never change
         known = self._layers.get(key)
         if known is None or known[0] is not spec:
@@ -128,7 +128,9 @@ class ExtendLauncher:
 
     def _takes_expanded(self, spec: AttentionSpec, ragged: Operands, batch: ForwardBatch, plan: StepPlan) -> bool:
         """Whether `expanded_extend` computes this step's extends of a layer."""
-        return plan.num_pairs * spec.num_heads >= _PAIRS and _get_mask(batch)[0] == CAUSAL.value and self._can_run_expanded(spec, ragged)
+        return (
+            plan.num_pairs * spec.num_heads >= _PAIRS and _get_mask(spec, batch)[0] == CAUSAL.value and self._can_run_expanded(spec, ragged)
+        )
 
     def _can_run_expanded(self, spec: AttentionSpec, ragged: Operands) -> bool:
         return self._has_gluon and ragged.can_use_tma and ragged.is_aligned and _expanded().can_run(spec, ragged)
@@ -188,7 +190,7 @@ class ExtendLauncher:
         return launch
 
 
-def _get_mask(batch: ForwardBatch) -> tuple[int, torch.Tensor]:
+def _get_mask(spec: AttentionSpec, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
     """What hides keys of the step's queries besides their positions, and the numbers that say it,
     int32 [tokens]; an unused tensor for CAUSAL."""
     trees, spans = batch.get(TreeMask), batch.get(MediaSpans)
@@ -196,7 +198,7 @@ def _get_mask(batch: ForwardBatch) -> tuple[int, torch.Tensor]:
         raise ValueError("a step has trees of drafted tokens, and images whose tokens attend in both directions; use a drafter of chains")
     if trees is not None:
         return TREE.value, trees.bits
-    return (CAUSAL.value, batch.seq_lens) if spans is None else (SPAN.value, spans.ends)
+    return (CAUSAL.value, batch.seq_lens) if spans is None or not spec.spans else (SPAN.value, spans.ends)
 
 
 @cache

@@ -35,6 +35,12 @@ def may_serve(config: FrameConfig, model_config: ModelConfig) -> bool:
     return config.media.enabled is not False and model_config.has_processor and bool(model_config.full_config)
 
 
+def attends_in_both_directions(capabilities: Any, model_config: ModelConfig) -> bool:
+    """Whether placeholders of an item attend to each other in both directions (`MediaSpans`)."""
+    spans = getattr(capabilities, "media_spans", False)
+    return spans is True or (bool(spans) and model_config.config.get("use_bidirectional_attention") == spans)
+
+
 def choose_media(
     chosen: Choices,
     records: Mapping[str, Sequence[PluginRecord]],
@@ -53,7 +59,7 @@ def choose_media(
     capabilities = next((each.record.capabilities for each in chosen.selected.get("model", ())), None)
     readable = _find_readable(capabilities, model_config)
     loads_drafter = any(getattr(each.record.capabilities, "loads_model", False) for each in chosen.selected.get("drafter", ()))
-    has_spans = bool(getattr(capabilities, "media_spans", False))
+    has_spans = attends_in_both_directions(capabilities, model_config)
     obstacles = _find_obstacles(config, model_config, readable, task, plan, loads_drafter=loads_drafter, has_spans=has_spans)
     obstacle = next(obstacles, None)
     if obstacle is not None:
@@ -96,7 +102,7 @@ def plan_media(
         table_rows=rows,
         encode_budget=budget,
         modalities=served,
-        whole_items=isinstance(capabilities, ModelCapabilities) and capabilities.media_spans,
+        whole_items=attends_in_both_directions(capabilities, model_config),
         rotary_positions=model_config.has_mrope,
         costs={name: cost for name in served if (cost := find_cost(sections.get(_CONFIGS.get(name, "")) or {}, model_config))},
     )

@@ -228,12 +228,11 @@ class AttentionBackend(ABC):
     - Rows `[0, num_decodes)` have one query token each, the rest are extends. Both kinds may be
       absent. Several decodes may be of one
       slot, at one position each: a prompt's tokens one by one.
-    - A token of `MediaSpans` also attends to the keys after it, up to its span's end.
+    - Where `spec.spans`, a token of `MediaSpans` also attends to later keys, up to its span's end.
     - Tokens of rows that `TreeMask` names attend to those of the nearest tokens before them that it
       says, and to all others before them.
-    - A step of decodes alone may be captured in a CUDA graph, if the capabilities say `graphs`.
-      Only the captured `run`s see the plan of
-      `capture_plan`, so that what the first layer computes for all layers is captured with it.
+    - A step of decodes alone may be captured in a CUDA graph, if the capabilities say `graphs`. Its
+      `run`s see `capture_plan`'s plan: what the first layer computes for all is captured with it.
       `replay_plan` makes the plan describe another batch of as many rows before each replay. The
       batch's tensors are at the same addresses in all replays; its host view and Python numbers are
       the captured ones, with upper bounds of the lengths.

@@ -34,6 +34,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     causal: bool = True
+    spans: bool = True  # the layer reads `MediaSpans`; False: its tokens see those before them alone
     k_scale: float = 1.0  # fp8 cache: a stored key times `k_scale` is the key; for MLA the whole latent row has it
     v_scale: float = 1.0  # fp8 cache: a stored value times `v_scale` is the value
 

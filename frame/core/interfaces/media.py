@@ -111,8 +111,8 @@ class RotaryPositions:
 
 @dataclass(frozen=True, slots=True)
 class MediaSpans:
-    """Extension of models whose placeholders attend to each other in both directions (Gemma 3).
-    Backends that say `spans` read it. A chunk of a prompt holds an item whole."""
+    """Extension of models whose placeholders attend to each other in both directions. Backends that
+    say `spans` read it in layers with `AttentionSpec.spans`. A chunk holds an item whole."""
 
     ends: torch.Tensor  # int32 [tokens]; keys, counted from the sequence's start, that the token sees at least; 0: as text
 

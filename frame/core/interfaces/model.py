@@ -159,7 +159,7 @@ class ModelCapabilities:
     biased_experts: bool = False  # its experts have biases or an activation of their own, see `MoERunner`
     graphs: bool = True
     modalities: tuple[str, ...] = ()  # media that its encoders read (`HasEncoders`); a checkpoint of text alone may have none of them
-    media_spans: bool = False  # placeholders of an item attend to each other in both directions, see `MediaSpans`
+    media_spans: bool | str = False  # items attend in both directions (`MediaSpans`); a str: where `use_bidirectional_attention` is this
     batch_invariant: bool = False  # under `RankContext.deterministic`, the bits of a token's logits depend on the tokens up to it alone
     adapters: bool = True  # its layers apply the low-rank deltas of `BuildContext.adapters`
 

@@ -20,6 +20,7 @@ import numpy as np
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.model import ModelConfig
 from frame.interfaces.modality import MediaError, Modality
+from frame.plugins.modalities.llama4 import make_llama4_images
 from frame.plugins.modalities.pixtral import make_pixtral_processor
 
 _log = logging.getLogger(__name__)
@@ -54,6 +55,9 @@ def load_image_processor(folder: Path) -> Any:
     """The checkpoint's image processor in its PIL form."""
     from transformers.models.auto.image_processing_auto import AutoImageProcessor  # the name in `transformers` may ask for torchvision
 
+    stored = {**_read(folder / "preprocessor_config.json"), **(_read(folder / "processor_config.json").get("image_processor") or {})}
+    if str(stored.get("image_processor_type")).startswith("Llama4ImageProcessor"):
+        return _load("image processor", folder, lambda: make_llama4_images().from_pretrained(folder, local_files_only=True))
     return _load(
         "image processor",
         folder,

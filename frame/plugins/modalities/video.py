@@ -1,4 +1,5 @@
-"""`VideoModality`: videos for the Qwen-VL models (arXiv 2409.12191, arXiv 2502.13923).
+"""`VideoModality`: videos for the models of Qwen-VL (arXiv 2409.12191, arXiv 2502.13923) and GLM-V
+(arXiv 2507.01006).
 
 The video processors of transformers exist for torchvision alone; here are their rules: which frames
 are sampled, and how large they become. Must not know a container.
@@ -36,6 +37,12 @@ _PIXELS = "pixel_values_videos"
 _FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
 _SAMPLED = ("qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe_thinker")  # frames at equal steps; others: from the first to the last
 _EVEN = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_GLM = ("glm4v", "glm4v_moe")  # frames at equal times, of which each has a text; their tokens are those of images
+_GLM46 = "glm46v"  # as these, at a rate by the length of the video
+_KINDS = (*_SAMPLED, *_EVEN, *_GLM, _GLM46)
+_GLM46_RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))  # longest video in seconds, temporal patches a second
+_GLM46_FRAMES = 640
+_GLM_PIXELS = (112 * 112, 28 * 28 * 2 * 30_000)
 _OPTIONS = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
 _MAX_RATIO = 200
 
@@ -48,8 +55,8 @@ class VideoModality(ProcessorModality):
         super().__init__(context, options)
         full = context.model_config.full_config
         self._kind = str(full.get("model_type"))
-        if self._kind not in (*_SAMPLED, *_EVEN):
-            sentence = f"video of the model type {self._kind} is not supported, only of {' and '.join((*_SAMPLED, *_EVEN))}"
+        if self._kind not in _KINDS:
+            sentence = f"video of the model type {self._kind} is not supported, only of {' and '.join(_KINDS)}"
             raise ConfigurationError(f"{sentence}; leave video out of media.modalities.")
         check_names(context.processor_options, set(_OPTIONS), "video processor")
         images = load_image_processor(context.folder)
@@ -59,8 +66,11 @@ class VideoModality(ProcessorModality):
         self._frames = int(settings.get("temporal_patch_size", images.temporal_patch_size))
         factor = self._patch * self._merge
         size = settings.get("size") or {}
-        self._min_pixels = int(settings.get("min_pixels") or size.get("shortest_edge") or 128 * factor**2)
-        self._max_pixels = int(settings.get("max_pixels") or size.get("longest_edge") or 768 * factor**2)
+        self._is_glm = self._kind in (*_GLM, _GLM46)
+        bounds = _GLM_PIXELS if self._is_glm else (128 * factor**2, 768 * factor**2)
+        self._min_pixels = int(settings.get("min_pixels") or size.get("shortest_edge") or bounds[0])
+        self._max_pixels = int(settings.get("max_pixels") or size.get("longest_edge") or bounds[1])
+        self._max_seconds = float(settings.get("max_duration") or 300)
         self._fps = float(settings.get("fps") or 2)
         self._min_frames, self._max_frames = int(settings.get("min_frames") or 4), int(settings.get("max_frames") or 768)
         self._max_frames = min(self._max_frames, context.limits.max_frames)
@@ -69,7 +79,7 @@ class VideoModality(ProcessorModality):
         sizes = SimpleNamespace(merge_size=self._merge, temporal_patch_size=self._frames, patch_size=self._patch)
         self._processor = build_processor(context.folder, context.model_config, tokenizer, image_processor=images, video_processor=sizes)
         self._placeholder = self._processor.video_token
-        self._row_token = find_row_token(context.model_config, tokenizer, "video", self._placeholder)
+        self._row_token = find_row_token(context.model_config, tokenizer, "image" if self._is_glm else "video", self._placeholder)
         self._has_grids = context.model_config.has_mrope
         self._per_second = float((full.get("vision_config") or {}).get("tokens_per_second") or full.get("position_id_per_seconds") or 0)
 
@@ -81,7 +91,7 @@ class VideoModality(ProcessorModality):
         height, width = self.resize(size, len(indices))
         grid = (-(-len(indices) // self._frames), height // self._patch, width // self._patch)
         fps = size.frames / size.seconds
-        metadata = SimpleNamespace(fps=fps, frames_indices=indices, total_num_frames=size.frames)
+        metadata = SimpleNamespace(fps=fps, frames_indices=indices, total_num_frames=size.frames, timestamps=(indices / fps).tolist())
         inputs = {"video_grid_thw": np.array([grid]), "video_metadata": [metadata]}
         expansion: str = self._processor.replace_video_token(inputs, 0, load_audio_from_video=False)
         rows, columns = grid[1] // self._merge, grid[2] // self._merge
@@ -110,9 +120,15 @@ class VideoModality(ProcessorModality):
     def sample(self, size: MediaSize, options: Mapping[str, Any]) -> np.ndarray:
         """The numbers of the frames that the model gets, int64 [n], ascending. Raises MediaError
         for options that cannot be used."""
-        refuse_unknown(options, ("fps", "max_frames"))
+        refuse_unknown(options, ("max_frames",) if self._kind == _GLM46 else ("fps", "max_frames"))
         fps = number(options, "fps", 0.01, 240) or self._fps
         maximum = int(number(options, "max_frames", 1, self._max_frames) or self._max_frames)
+        if self._is_glm:
+            chosen = _sample_glm46(size, self._frames) if self._kind == _GLM46 else _sample_glm(size, fps, self._max_seconds)
+            chosen = np.unique(np.minimum(chosen, size.frames - 1))
+            if len(chosen) > maximum:
+                chosen = chosen[np.linspace(0, len(chosen) - 1, maximum).astype(np.int64)]
+            return np.append(chosen, chosen[-1:]) if len(chosen) % 2 else chosen
         total, minimum = size.frames, min(self._min_frames, maximum)
         target = size.seconds * fps
         if self._kind in _SAMPLED:
@@ -130,7 +146,7 @@ class VideoModality(ProcessorModality):
         if max(height, width) > _MAX_RATIO * min(height, width):
             raise MediaError("the video is too narrow or too flat for the model; send one nearer to a square")
         frames = rounded = 1  # the bounds are those of a frame, or else of all frames
-        if self._kind in _EVEN:
+        if self._kind not in _SAMPLED:
             frames, rounded = count, max(1, round(count / self._frames)) * self._frames
             if height < factor or width < factor:
                 scale = max(factor / height, factor / width)
@@ -157,6 +173,43 @@ class VideoModality(ProcessorModality):
                 settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
                 return settings
         return {}
+
+
+def _sample_glm(size: MediaSize, fps: float, max_seconds: float) -> np.ndarray:
+    """The frames that follow equal times, of a long video over its whole length."""
+    rate = _find_rate(size)
+    if size.seconds <= max_seconds:
+        return np.ceil(np.arange(max(math.floor(size.seconds * fps), 1)) * rate / fps).astype(np.int64)
+    count = int(max_seconds * fps)
+    if count >= size.frames:
+        return np.arange(size.frames)
+    return np.ceil(np.linspace(0, size.seconds, count) * rate).astype(np.int64)
+
+
+def _find_rate(size: MediaSize) -> float:
+    """Frames a second, without the rounding of the length: a frame at a whole second is one."""
+    return round(size.frames / size.seconds, 9)
+
+
+def _sample_glm46(size: MediaSize, frames: int) -> np.ndarray:
+    """The first frame of each interval, or frames at equal steps where these are not as many as
+    expected. frames: of a temporal patch."""
+    seconds = min(size.seconds, _GLM46_RATES[-1][0])
+    rate = next(rate for longest, rate in _GLM46_RATES if seconds <= longest)
+    count, first, last = min(int(seconds * rate * frames), _GLM46_FRAMES), 0, size.frames - 1
+    if size.frames >= count:
+        chosen, following, duration = list[int](), 0.0, 1 / _find_rate(size)
+        for place in range(size.frames):
+            if place * duration >= following:
+                following += 1 / (frames * rate)
+                chosen.append(place)
+                if following >= int(size.seconds):
+                    break
+        if len(chosen) == count:
+            return np.array(chosen)
+        if len(chosen) < count:
+            first, last = chosen[0], chosen[-1]
+    return np.linspace(first, last, max(count, 1), dtype=np.int64)
 
 
 def _find_scaling(settings: Mapping[str, Any], images: Any) -> dict[str, np.ndarray]:

@@ -128,6 +128,7 @@ def _tree_cases() -> Iterator[tuple[str, Case]]:
 def _span_cases() -> Iterator[tuple[str, Case]]:
     yield "mha-spans", Case(MIXED, spans=True, page_size=4)
     yield "mha-spans-window", Case(MIXED, spans=True, window=9, head_dim=64, v_head_dim=64)
+    yield "mha-spans-of-other-layers", Case(MIXED, spans=True, reads_spans=False, page_size=4)
     yield "mha-spans-long-rows", Case(Rows.of([70], [(2500, 33), (0, 200)]), spans=True, heads=2, kv_heads=1, head_dim=64, v_head_dim=64)
 
 

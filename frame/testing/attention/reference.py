@@ -88,6 +88,7 @@ def make_inputs(case: Case) -> Inputs:
         soft_cap=case.soft_cap,
         sinks=normal(case.heads).float().to(case.device) if case.sinks else None,
         causal=case.causal,
+        spans=case.reads_spans,
         k_scale=case.kv_scales[0],
         v_scale=case.kv_scales[1],
     )
@@ -146,7 +147,7 @@ def make_ends(case: Case) -> list[np.ndarray]:
 def reference(case: Case, inputs: Inputs) -> torch.Tensor:
     """Dense attention in float64, row by row -> [tokens, heads, v_head_dim]."""
     spec, outs = inputs.spec, []
-    words, ends = make_words(case) if case.trees else {}, make_ends(case) if case.spans else []
+    words, ends = make_words(case) if case.trees else {}, make_ends(case) if case.spans and case.reads_spans else []
     for row, (q, cached, prefix) in enumerate(zip(inputs.queries, inputs.cached, case.rows.prefixes, strict=True)):
         q = q.to(case.device)
         k, v = _keys_and_values(case, inputs, tuple(part.to(case.device) for part in cached))

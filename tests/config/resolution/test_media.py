@@ -75,6 +75,10 @@ def test_images_in_both_directions_need_a_plugin_that_has_them(model: ModelConfi
     resolved = run(both)
     assert resolved.media is None and "use_bidirectional_attention is vision" in resolved.reasons["media.enabled"]
     assert run(both, make_records(media_spans=True)).media is not None
+    named = make_records(media_spans="vision")
+    for one, is_whole in ((both, True), (model, False)):
+        media = run(one, named).media
+        assert media is not None and media.whole_items == is_whole
     assert run(replace(both, config={**both.config, "use_bidirectional_attention": None})).media is not None
     with pytest.raises(ResolveError, match=r"media.enabled is true, but use_bidirectional_attention is vision"):
         run(both, media={"enabled": True})

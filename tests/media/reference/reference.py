@@ -83,7 +83,7 @@ class Reference:
         if self.family == _OMNI:
             tower = self.model.model.audio_tower
             tower.forward = partial(_encode_alone, tower.forward)
-        elif hasattr(self.model.model, "get_rope_index"):
+        elif hasattr(getattr(self.model, "model", None), "get_rope_index"):
             self.model.model.get_rope_index = partial(_find_positions, self.model.model.get_rope_index)
         self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil") if has_images else None
 
@@ -111,14 +111,14 @@ class Reference:
                 kinds[0, run.start : run.start + run.count] = 2 if item.modality == "video" else 1
         if self.family != _OMNI and hasattr(self.model.model, "get_rope_index"):
             inputs["mm_token_type_ids"] = kinds
-        elif self.family == "gemma3":
-            inputs["token_type_ids"] = kinds
+        elif self.family.startswith("gemma"):
+            inputs["token_type_ids" if self.family == "gemma3" else "mm_token_type_ids"] = kinds
         if prompt.images and self._processor is not None:
             inputs |= self._read_images(prompt.images)
         others = [item for item in items if item.modality != "image" or self._processor is None]
         for _, group in itertools.groupby(sorted(others, key=attrgetter("modality")), attrgetter("modality")):  # which keeps their order
             arrays = [self._read_arrays(map_features(item)) for item in group]
-            inputs |= {name: _concatenate([each[name] for each in arrays]) for name in arrays[0]}
+            inputs |= {name: _concatenate([each[name] for each in arrays]) for name in arrays[0] if name != "aspect_ratios"}
         if self.family == "qwen2_5_vl" and others:
             speed = self._config["vision_config"]["tokens_per_second"]
             inputs["second_per_grid_ts"] = torch.tensor([item.runs[0].frame_step / speed for item in others])

@@ -32,13 +32,16 @@ class SharedMedia(OfflineMedia):
 class Checkpoint:
     """A checkpoint, its media, and what transformers generates."""
 
-    def __init__(self, folder: Path, num_tokens: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, num_tokens: int, min_chunk: int = 0) -> None:
+        """min_chunk: of a model that reads an item in one step, whatever a test asks for."""
+        self.folder, self._min_chunk = folder, min_chunk
         self.reference = Reference(folder)
         self.expected = Expectations(self.reference, num_tokens)
         self._media: SharedMedia | None = None
 
     def open_engine(self, **keys: Any) -> Engine:
+        if keys.get("chunked_prefill_size", self._min_chunk) < self._min_chunk:
+            keys["chunked_prefill_size"] = self._min_chunk
         engine = Engine(str(self.folder), **KEYS | keys)
         if self._media is None:
             self._media = SharedMedia(engine._resolved)

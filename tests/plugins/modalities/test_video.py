@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -50,8 +51,12 @@ def make(count: int = 30, fps: int = 10, width: int = 128, height: int = 96, kin
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VideoModality]:
     folder = tmp_path_factory.mktemp("families")
-    names = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_omni")
-    return {name: VideoModality(ModalityContext(folder / name, write_folder(folder / name, name))) for name in names}
+    names = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "qwen3_omni")
+    made = {name: VideoModality(ModalityContext(folder / name, write_folder(folder / name, name))) for name in names}
+    context = made["glm4v"].context
+    full = {**context.model_config.full_config, "model_type": "glm46v"}
+    made["glm46v"] = VideoModality(replace(context, model_config=replace(context.model_config, full_config=full)))
+    return made
 
 
 def levels(arrays: dict[str, np.ndarray]) -> list[float]:
@@ -97,6 +102,47 @@ def test_sampling_is_the_processors(built: dict[str, VideoModality]) -> None:
             most = min(768, total) // 2 * 2
             count = int(min(max(total / fps * 2, 4), most, total) // 2 * 2)
             assert got.tolist() == torch.arange(0, total, total / count).int().tolist()[:count]
+
+
+# frames, frames a second, wanted; what transformers 5.24 takes for GLM-4.1V and GLM-4.6V-Flash
+GLM_FRAMES = [
+    (2, 1.0, 2.0, [0, 1], [0, 1]),
+    (11, 60.0, 2.0, [0, 0], [0, 0]),
+    (87, 60.0, 3.0, [0, 20, 40, 60], [0, 8, 17, 25, 34, 42, 51, 60]),
+    (5, 4.0, 2.0, [0, 2], [0, 1, 2, 3, 4, 4]),
+    (3, 4.0, 3.0, [0, 2], [0, 1, 2, 2]),
+]
+# of longer ones: how many, the first and the last
+GLM_LENGTHS = [
+    (1295, 4.0, 2.0, (600, [0, 3, 5, 7], 1294), (324, [0, 4, 8, 12], 1288)),
+    (7753, 4.0, 2.0, (600, [0, 13, 26, 39], 7752), (640, [0, 12, 24, 36], 7752)),
+    (355, 1.0, 1.0, (300, [0, 2, 3, 4], 354), (356, [0, 1, 2, 3], 354)),
+]
+
+
+def test_frames_of_glm_are_the_processors(built: dict[str, VideoModality]) -> None:
+    for total, rate, fps, *expected in GLM_FRAMES:
+        size = MediaSize("MP4", 128, 96, total, total / rate)
+        assert [built["glm4v"].sample(size, {"fps": fps}).tolist(), built["glm46v"].sample(size, {}).tolist()] == expected
+    for total, rate, fps, *lengths in GLM_LENGTHS:
+        size = MediaSize("MP4", 128, 96, total, total / rate)
+        for chosen, expected_length in zip(
+            (built["glm4v"].sample(size, {"fps": fps}), built["glm46v"].sample(size, {})), lengths, strict=True
+        ):
+            assert (len(chosen), chosen[:4].tolist(), int(chosen[-1])) == expected_length
+    size = MediaSize("MP4", 128, 96, 7753, 7753 / 4)
+    assert len(built["glm4v"].sample(size, {"max_frames": 9})) == 10  # a temporal patch has two
+    with pytest.raises(MediaError, match="'fps' is no option"):
+        built["glm46v"].sample(size, {"fps": 1})
+
+
+def test_texts_of_glm(built: dict[str, VideoModality]) -> None:
+    """Each temporal patch is written as an image, with its second."""
+    size = MediaSize("MP4", 128, 96, 30, 3.0)
+    layout = built["glm4v"].lay_out(size, {})
+    run = "<|begin_of_image|>" + "<|image|>" * int(np.prod(layout.grids[0])) + "<|end_of_image|>"
+    assert layout.expansion == "".join(f"{run}{second}" for second in range(3))
+    assert (built["glm4v"].placeholder, built["glm4v"].row_token) == ("<|video|>", "<|image|>")
 
 
 def test_options(built: dict[str, VideoModality]) -> None:

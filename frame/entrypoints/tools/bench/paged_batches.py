@@ -235,6 +235,7 @@ class Case:
     selected: int = 0  # keys that each token attends to (sparse attention); 0: all
     trees: bool = False  # rows after a prefix are of trees of drafted tokens
     spans: bool = False  # tokens of extends are placeholders of images, which attend in both directions
+    reads_spans: bool = True  # False: in other layers than this one
     causal: bool = True  # False: an encoder's layer, whose rows have no prefix
     scores: float = 1.3  # standard deviation of the scores before the softmax
     magnitude: float = 1.0  # of the queries; the scale is so much smaller
