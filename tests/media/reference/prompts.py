@@ -107,4 +107,4 @@ def make_mixed_chats() -> list[Prompt]:
 def make_files_chat(kind: str, *parts: Any, name: str) -> Prompt:
     """A user's message of texts and files of one kind."""
     content = [{"type": "text", "text": each} if isinstance(each, str) else {"type": kind, kind: each} for each in parts]
-    return Prompt(name, [{"role": "user", "content": content}])
+    return Prompt(f"{kind}: {name}", [{"role": "user", "content": content}])
