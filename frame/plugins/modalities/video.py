@@ -195,7 +195,7 @@ def _sample_glm46(size: MediaSize, frames: int) -> np.ndarray:
     """The first frame of each interval, or frames at equal steps where these are not as many as
     expected. frames: of a temporal patch."""
     seconds = min(size.seconds, _GLM46_RATES[-1][0])
-    rate = next(rate for longest, rate in _GLM46_RATES if seconds <= longest)
+    rate = next(rate for max_seconds, rate in _GLM46_RATES if seconds <= max_seconds)
     count, first, last = min(int(seconds * rate * frames), _GLM46_FRAMES), 0, size.frames - 1
     if size.frames >= count:
         chosen, following, duration = list[int](), 0.0, 1 / _find_rate(size)
