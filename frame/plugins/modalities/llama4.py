@@ -68,12 +68,12 @@ def find_size(height: int, width: int, tile: int, grid: tuple[int, int], *, fill
     """Height and width of the image within the grid's pixels. An image is not enlarged beyond a
     tile, unless it fills the grid. transformers computes with the grid's pixels in float32."""
     rows, columns = (np.float32(each * tile) for each in grid)
-    most_rows: float | np.float32 = rows if fills or rows < max(height, tile) else float(max(height, tile))
-    most_columns: float | np.float32 = columns if fills or columns < max(width, tile) else float(max(width, tile))
-    by_width, by_height = most_columns / width, most_rows / height
+    max_rows: float | np.float32 = rows if fills or rows < max(height, tile) else float(max(height, tile))
+    max_columns: float | np.float32 = columns if fills or columns < max(width, tile) else float(max(width, tile))
+    by_width, by_height = max_columns / width, max_rows / height
     if by_width < by_height:
-        return max(min(math.floor(height * by_width), int(most_rows)), 1), int(most_columns)
-    return int(most_rows), max(min(math.floor(width * by_height), int(most_columns)), 1)
+        return max(min(math.floor(height * by_width), int(max_rows)), 1), int(max_columns)
+    return int(max_rows), max(min(math.floor(width * by_height), int(max_columns)), 1)
 
 
 def _normalise(tiles: np.ndarray, settings: dict[str, Any]) -> np.ndarray:

@@ -66,12 +66,11 @@ class VideoModality(ProcessorModality):
         self._frames = int(settings.get("temporal_patch_size", images.temporal_patch_size))
         factor = self._patch * self._merge
         size = settings.get("size") or {}
-        self._is_glm = self._kind in (*_GLM, _GLM46)
         bounds = _GLM_PIXELS if self._is_glm else (128 * factor**2, 768 * factor**2)
         self._min_pixels = int(settings.get("min_pixels") or size.get("shortest_edge") or bounds[0])
         self._max_pixels = int(settings.get("max_pixels") or size.get("longest_edge") or bounds[1])
-        self._max_seconds = float(settings.get("max_duration") or 300)
-        self._fps = float(settings.get("fps") or 2)
+        # frames a second, and for GLM the longest video that has them
+        self._pace = float(settings.get("fps") or 2), float(settings.get("max_duration") or 300)
         self._min_frames, self._max_frames = int(settings.get("min_frames") or 4), int(settings.get("max_frames") or 768)
         self._max_frames = min(self._max_frames, context.limits.max_frames)
         self._scaling = _find_scaling(settings, images)
@@ -82,6 +81,10 @@ class VideoModality(ProcessorModality):
         self._row_token = find_row_token(context.model_config, tokenizer, "image" if self._is_glm else "video", self._placeholder)
         self._has_grids = context.model_config.has_mrope
         self._per_second = float((full.get("vision_config") or {}).get("tokens_per_second") or full.get("position_id_per_seconds") or 0)
+
+    @property
+    def _is_glm(self) -> bool:
+        return self._kind in (*_GLM, _GLM46)
 
     def read_size(self, data: bytes) -> MediaSize:
         return read_video_size(data, self.context.limits)
@@ -121,10 +124,10 @@ class VideoModality(ProcessorModality):
         """The numbers of the frames that the model gets, int64 [n], ascending. Raises MediaError
         for options that cannot be used."""
         refuse_unknown(options, ("max_frames",) if self._kind == _GLM46 else ("fps", "max_frames"))
-        fps = number(options, "fps", 0.01, 240) or self._fps
+        fps = number(options, "fps", 0.01, 240) or self._pace[0]
         maximum = int(number(options, "max_frames", 1, self._max_frames) or self._max_frames)
         if self._is_glm:
-            chosen = _sample_glm46(size, self._frames) if self._kind == _GLM46 else _sample_glm(size, fps, self._max_seconds)
+            chosen = _sample_glm46(size, self._frames) if self._kind == _GLM46 else _sample_glm(size, fps, self._pace[1])
             chosen = np.unique(np.minimum(chosen, size.frames - 1))
             if len(chosen) > maximum:
                 chosen = chosen[np.linspace(0, len(chosen) - 1, maximum).astype(np.int64)]
@@ -195,7 +198,7 @@ def _sample_glm46(size: MediaSize, frames: int) -> np.ndarray:
     """The first frame of each interval, or frames at equal steps where these are not as many as
     expected. frames: of a temporal patch."""
     seconds = min(size.seconds, _GLM46_RATES[-1][0])
-    rate = next(rate for longest, rate in _GLM46_RATES if seconds <= longest)
+    rate = next(rate for max_seconds, rate in _GLM46_RATES if seconds <= max_seconds)
     count, first, last = min(int(seconds * rate * frames), _GLM46_FRAMES), 0, size.frames - 1
     if size.frames >= count:
         chosen, following, duration = list[int](), 0.0, 1 / _find_rate(size)
