@@ -78,7 +78,9 @@ def seal(server: InProcess, frames: list[Frame], **changed: Any) -> bytes:
     assert server.services.fleet is not None
     fields: dict[str, Any] = {"version": 1, "identity": server.services.fleet.identity, "age": 0.1}
     records = [msgspec.Raw(record) for kind, record, _ in frames if kind == EVENTS]
-    return msgspec.msgpack.encode(SealedHandoff(**(fields | {"start": msgspec.Raw(frames[0][1]), "records": msgspec.Raw(msgspec.msgpack.encode(records))} | changed)))
+    return msgspec.msgpack.encode(
+        SealedHandoff(**(fields | {"start": msgspec.Raw(frames[0][1]), "records": msgspec.Raw(msgspec.msgpack.encode(records))} | changed))
+    )
 
 
 async def move(server: InProcess, stream: Stream, sealed: bytes, target: str | None = None) -> Response:
