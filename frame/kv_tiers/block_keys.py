@@ -27,13 +27,14 @@ class BlockKeys:
     that equal keys are equal prefixes. `num_public`: leading blocks whose cache keys have the same
     meaning in every process, which negative ones have not: the keys of later blocks are this
     process's own. `BlockStores` sets the other counters:
-    leading blocks that were offered to it, that it may store, and that no tier lacks any more."""
+    leading blocks that were offered to it, that it may store, and that no tier lacks any more; the
+    last blocks before `num_refused` found no room and have been counted."""
 
-    __slots__ = ("_page_size", "_root", "keys", "num_allowed", "num_offered", "num_public", "num_stored")
+    __slots__ = ("_page_size", "_root", "keys", "num_allowed", "num_offered", "num_public", "num_refused", "num_stored")
 
     def __init__(self, root: bytes, page_size: int) -> None:
         self.keys: list[bytes] = []
-        self.num_public = self.num_offered = self.num_allowed = self.num_stored = 0
+        self.num_public = self.num_offered = self.num_allowed = self.num_stored = self.num_refused = 0
         self._root, self._page_size = root, page_size
 
     def extend(self, cache_keys: np.ndarray, max_blocks: int | None = None) -> int:

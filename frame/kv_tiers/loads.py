@@ -100,6 +100,8 @@ class Wait:
     computes: bool = False  # it waits for no load until it has started
     deadline: float | None = None  # seconds of the clock; None: it has not waited
     lacks: tuple[int, int] | None = None  # the tier that had no room for its load, and the blocks
+    missing: bytes = b""  # the key of the first block that it lacks
+    num_ended: int = 0  # loads that had ended when it was looked up
     num_extensions: int = 0  # of the deadline
     num_received: float = 0.0  # bytes that peers had sent when the deadline was set
     loaded: dict[str, int] = field(default_factory=dict)  # tokens, by tier
@@ -122,6 +124,7 @@ class PrefixLoads:
         self._loads: dict[int, Load] = {}  # by job
         self._by_key: dict[bytes, Load] = {}  # by the key of the first block
         self._waits: dict[str, Wait] = {}  # by request id
+        self._num_ended = 0  # loads
         self._is_short = False  # a request of this step has found no room: those after it are not tried
 
     def __len__(self) -> int:
@@ -152,7 +155,7 @@ class PrefixLoads:
             if wait.deadline is not None and self._set.clock() >= wait.deadline:
                 wait.computes = True
                 self.num_late += wait.lacks is not None and not wait.loaded  # else it waited for a place
-            elif wait.lacks is None or not self._lacks_room(*wait.lacks):
+            elif self._may_help(wait):
                 self._look_up(request, wait)
         return wait.computes
 
@@ -180,6 +183,13 @@ class PrefixLoads:
         if not load.rids and not load.is_writing:
             self._abandon(load)
 
+    def _may_help(self, wait: Wait) -> bool:
+        """Whether a request that waits for room may have it, or needs it no more: another one loads
+        its prefix, or a load has ended, which may have been it."""
+        if wait.lacks is None or wait.missing in self._by_key or wait.num_ended != self._num_ended:
+            return True
+        return not self._lacks_room(*wait.lacks)
+
     def _lacks_room(self, index: int, count: int) -> bool:
         """Whether a tier has no room to read so many blocks of a peer, or has none left by requests
         that come first."""
@@ -198,6 +208,7 @@ class PrefixLoads:
         match, groups = self._set.kv_manager.cache.match(tokens, request.namespace), self._set.groups
         first, servable = len(match.pages), len(chain.keys) if groups is None else groups.count_servable(len(tokens))
         missing = (servable - first) * size
+        wait.missing, wait.num_ended = (chain.keys[first] if first < len(chain.keys) else b""), self._num_ended
         if wait.deadline is None:
             wait.deadline = self._set.clock() + missing / self.prefill_rate + DEADLINE_MARGIN
             wait.num_received = self._set.count_received()
@@ -438,6 +449,7 @@ class PrefixLoads:
             self._set.tiers[index].tier.finish(load.job)
         del self._loads[load.job]
         del self._by_key[load.key]
+        self._num_ended += 1
 
     def _release(self, load: Load, *, computes: bool) -> None:
         """The requests of a load go on: they compute, or are looked up again, since more blocks may

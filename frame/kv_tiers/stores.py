@@ -130,17 +130,19 @@ class BlockStores:
         first, count = chain.num_stored, chain.num_allowed
         if self._set.groups is not None:
             return self._store_match(self._set.groups, chain, cache_keys, namespace)
-        gaps, short = dict[int, tuple[int, int]](), count  # by tier: the blocks that it lacks; the first without room
+        gaps, short, refused = dict[int, tuple[int, int]](), count, 0  # by tier: the blocks that it lacks; the first without room
         for index, named in enumerate(self._set.tiers):
             end = min(count, named.limit_blocks(chain))
             start = first + named.tier.match(chain.keys[first:end]) if first < end else end
             self._set.report_stored(index, chain.keys[first:start], cache_keys[: start * self._set.page_size], namespace)
             room = self._set.count_room(index, is_store=True) if start < end else None
             stop = end if room is None else min(end, start + room)
-            self.num_dropped += end - stop
+            self.num_dropped += max(0, end - max(stop, chain.num_refused))  # they are offered again
+            refused = max(refused, end if stop < end else 0)
             short = min(short, stop) if stop < end else short
             if start < stop:
                 gaps[index] = start, stop
+        chain.num_refused = max(chain.num_refused, refused)
         if not gaps:
             return short
         begin, end = min(start for start, _ in gaps.values()), max(end for _, end in gaps.values())

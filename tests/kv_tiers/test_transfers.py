@@ -4,6 +4,7 @@ what a decode server expects."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -236,6 +237,28 @@ def test_transfers_without_room_wait_in_turn(tells: bool, monkeypatch: pytest.Mo
     decode.run_until(lambda: all(decode.requests[rid].finish is not None for rid in rids), 2000)
     assert all(decode.requests[rid].cached == 24 for rid in rids)
     assert decode.load["tier_late_loads"] == 0
+    decode.run()
+
+
+def test_a_prompt_without_room_joins_the_load_of_another() -> None:
+    """The room is for one; the second request needs none."""
+    decode = make_decode(make_prefill())
+    decode.tier.room = 5
+    rids = [decode.add(PROMPT, PARAMS, transfer=KVTransfer(lease, "host", 1, 6)) for lease in ("lease", "second")]
+    decode.step()
+    load = decode.tier.load
+
+    def load_all(job: int, keys: Sequence[bytes]) -> Any:
+        buffers, decode.tier.room = load(job, keys), 0
+        return buffers
+
+    decode.tier.load = load_all  # type: ignore[method-assign]
+    decode.tier.room, decode.tier.is_held = 6, True
+    decode.step()
+    assert decode.controller._loads.num_waiting == 2
+    decode.tier.is_held = False
+    decode.run_until(lambda: all(decode.requests[rid].finish is not None for rid in rids))
+    assert [decode.requests[rid].cached for rid in rids] == [24, 24]
     decode.run()
 
 

@@ -221,7 +221,7 @@ async def _restore(services: Services, state: RequestState, handoff: Handoff, se
     Raises ApiError."""
     from frame.entrypoints.http.protocol.continuation import restore_state
 
-    await restore_state(state, handoff, services.client.weight_version, services.resolved.model.vocab_size)
+    await restore_state(state, handoff, lambda: services.client.weight_version, services.resolved.model.vocab_size)
     return max(MIN_DEADLINE, seconds - handoff.age)
 
 

@@ -91,11 +91,12 @@ def _bounded(urls: list[str]) -> list[str]:
     return unique
 
 
-async def watch_sources(sources: list[Source], interval: float, update: Callable[[str, list[str]], None]) -> None:
+async def watch_sources(
+    sources: list[Source], interval: float, update: Callable[[str, list[str]], None], before: dict[str, list[str]]
+) -> None:
     """Give `update` the addresses of each source, again and again, until cancelled. An address
     that two readings in a row lack is no longer named: a file may be half written, an answer of DNS
-    incomplete."""
-    before = dict[str, list[str]]()
+    incomplete. `before`: what was read last of each source."""
     while True:
         for source in sources:
             try:

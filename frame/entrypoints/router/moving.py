@@ -62,17 +62,17 @@ class _Stream:
         self.last = b""  # the last two bytes that were sent
         self.num_events = self.lost_at = 0
 
-    async def record_loss(self, backend: Backend, *, is_silent: bool) -> str:
-        """Count a replica that was lost with it. -> why the stream ends; "": it may move."""
+    async def record_loss(self, backend: Backend, *, is_silent: bool) -> tuple[str, set[int]]:
+        """Count a replica that was lost with it. -> (why the stream ends; "": it may move, the
+        numbers of replicas that were only late)."""
         if self.num_events - self.lost_at > PROGRESS:
             self.losses.clear()
         self.losses.add(backend, is_silent=is_silent)
         self.lost_at = self.num_events
+        late = await self.losses.wait_late(self.request.gone) if self.losses.may_be_caused else set[int]()
         if self.losses.may_be_caused:
-            await self.losses.wait_late(self.request.gone)
-        if self.losses.may_be_caused:
-            return f"it is the {self.losses.count}. one with this request, which may be the cause"
-        return "a part of an event was sent" if self.is_within_event else self.problem
+            return f"it is the {self.losses.count}. one with this request, which may be the cause", late
+        return ("a part of an event was sent" if self.is_within_event else self.problem), late
 
 
 class StreamMover:
@@ -110,7 +110,7 @@ class StreamMover:
                 if lost is not None:
                     if not stream.start and not stream.num_events:
                         raise lost
-                    moved = await stream.record_loss(place.backend, is_silent=lost.is_silent)
+                    moved, _ = await stream.record_loss(place.backend, is_silent=lost.is_silent)
                     moved = moved or await self._move(stream, routing, place, is_lost=True)
                     if not isinstance(moved, httpx.Response):
                         await self._end(stream, str(lost), moved, first)
@@ -198,17 +198,23 @@ class StreamMover:
                 tried.clear()
                 continue
             tried.add(backend.number)
+            taken, has_moved = Place(backend, request.prefixes), False  # counts meanwhile: all streams of a replica move at once
             if not backend.instance:
                 reason = f"replica {backend.url} has no fleet key"
+                self._backends.refuse(routing, taken)
+                taken.leave()
                 continue
-            taken, has_moved = Place(backend, request.prefixes), False  # counts meanwhile: all streams of a replica move at once
             try:
                 moved = await self._continue(stream, backend)
                 has_moved = isinstance(moved, httpx.Response)
             except LostError as error:
                 reason = f"replica {backend.url} is lost: {error}"
-                if error.was_sent and (why := await stream.record_loss(backend, is_silent=error.is_silent)):
-                    return f"{reason}; {why}"
+                if error.was_sent:
+                    why, late = await stream.record_loss(backend, is_silent=error.is_silent)
+                    if why:
+                        return f"{reason}; {why}"
+                    if late:  # which took their time: the stream may go on there
+                        tried, deadline = tried - late, time.monotonic() + MOVE_TIME
                 continue
             except (ApiError, httpx.HTTPError, OSError) as error:
                 reason = f"replica {backend.url} failed: {error}"

@@ -155,6 +155,7 @@ class Proxy:
                         self._prefill.refuse(routing, place)
             except (LostError, ApiError, httpx.HTTPError, OSError) as error:
                 log.warning("the prefill server %s failed: %s", backend.url, error)
+                self._prefill.forget_request(routing, backend)
                 continue
             if response.status not in REFUSED:
                 body = make_decode_body(fields, response.body) if response.status == 200 else None

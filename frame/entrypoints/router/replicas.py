@@ -205,7 +205,11 @@ class Backends:
     def refuse(self, request: RoutingRequest, place: Place) -> None:
         """The replica of the place refused the request: its cache has nothing of it."""
         place.is_refused = True
-        self._chooser.forget_request(request, place.backend.number)
+        self.forget_request(request, place.backend)
+
+    def forget_request(self, request: RoutingRequest, backend: Backend) -> None:
+        """A replica that was chosen for a request has nothing of it."""
+        self._chooser.forget_request(request, backend.number)
 
     def mark_lost(self, backend: Backend, reason: str, *, is_silent: bool = False) -> None:
         """The replica does not answer. `is_silent`: that is all that is known."""
@@ -267,7 +271,8 @@ class Backends:
     async def _check(self, backend: Backend, *, is_suspect: bool) -> None:
         times = sorted(each.check_time for each in self.all if each.check_time >= 0)
         usual = max(backend.check_time, times[len(times) // 2] if times else 0.0)
-        patience, started = max(MIN_SILENCE, self._interval, min(MAX_SILENCE, SLOW_CHECK * usual)), time.monotonic()
+        longest = MIN_SILENCE if backend.state == "lost" else MAX_SILENCE  # a round waits for all of its checks
+        patience, started = max(MIN_SILENCE, self._interval, min(longest, SLOW_CHECK * usual)), time.monotonic()
         answer = await self._wait_answer(backend, patience)
         announced, reason = "", f"no answer to /health within {patience:.1f} s"
         if isinstance(answer, httpx.Response):
@@ -310,6 +315,8 @@ class Backends:
                     checks.remove(task)
                 if not task.cancelled() and (task is mine or isinstance(task.result(), httpx.Response)):
                     return task.result()
+            if mine.cancelled():  # the replica leaves
+                return None
         return None
 
     async def _ask_health(self, backend: Backend) -> httpx.Response | Exception:

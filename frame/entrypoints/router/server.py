@@ -112,15 +112,17 @@ async def route(
         prefill = Backends(settings.prefill_urls, client, settings.health_interval, ReplicaChooser(policy()), prefixes)
         backends.desired = None if settings.targets is None else DesiredReplicas(settings.targets)
         sources = [Source(value) for value in settings.sources]
-        for source in sources:
-            backends.update(source.value, await source.read() or [])
+        named = {source.value: await source.read() or [] for source in sources}
+        for value, urls in named.items():
+            backends.update(value, urls)
         everything = [*backends.all, *prefill.all]
         await asyncio.gather(*(backend.group.check(backend, is_suspect=True) for backend in everything))
         limits = ConnectionLimits(settings.max_connections, HEAD, bound="--max-connections allows")
         proxy = Proxy(backends, client, settings.max_body, HEAD, prefill if prefill.all else None, settings.key)
         server = HttpServer(proxy, limits, settings.certificate)
         serving = asyncio.create_task(server.serve([listener]))
-        watching = asyncio.gather(backends.watch(), prefill.watch(), watch_sources(sources, settings.health_interval, backends.update))
+        discovering = watch_sources(sources, settings.health_interval, backends.update, named)
+        watching = asyncio.gather(backends.watch(), prefill.watch(), discovering)
         if admin is not None:
             few = ConnectionLimits(MAX_ADMIN_CONNECTIONS, HEAD, bound="the admin listener takes")
             operators = HttpServer(AdminApp(backends, admin[1]), few)

@@ -74,13 +74,17 @@ class NixlAgent:
         return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, description: bytes) -> str:
-        """Know a peer by its description, which came from an authenticated link. -> its name.
-        Raises BlockError."""
-        try:
-            name = self._agent.add_remote_agent(description)
-        except Exception as error:
-            raise BlockError(f"NIXL does not take the peer's description: {error}") from error
-        return name.decode() if isinstance(name, bytes) else str(name)
+        """Know a peer by its description, which came from an authenticated link. -> its name, which
+        a process keeps: one that was to be forgotten after its last read is known again. Raises
+        BlockError."""
+        with self._lock:
+            try:
+                added = self._agent.add_remote_agent(description)
+            except Exception as error:
+                raise BlockError(f"NIXL does not take the peer's description: {error}") from error
+            name = added.decode() if isinstance(added, bytes) else str(added)
+            self._removed.discard(name)
+        return name
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer, once all reads of it have ended. NIXL has no state of the reads of a peer
@@ -146,10 +150,10 @@ class NixlAgent:
                 return
             self._removed.discard(name)
             del self._reads[name]
-        try:
-            self._agent.remove_remote_agent(name)
-        except Exception as error:  # noqa: BLE001 - it is gone
-            logging.getLogger(__name__).info("NIXL cannot forget a peer: %s", error)
+            try:
+                self._agent.remove_remote_agent(name)
+            except Exception as error:  # noqa: BLE001 - it is gone
+                logging.getLogger(__name__).info("NIXL cannot forget a peer: %s", error)
 
     def close(self) -> None:
         """Withdraw the registered memory."""

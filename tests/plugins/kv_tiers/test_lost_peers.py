@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ pytest.importorskip("nixl_cu13")
 
 from frame.plugins.kv_tiers import nixl
 from frame.plugins.kv_tiers.link_thread import ACQUIRE
+from frame.plugins.kv_tiers.nixl_agent import NixlAgent, UnfinishedReadError
 from frame.plugins.kv_tiers.peer_links import PeerLinks
 from tests.plugins.kv_tiers.prefill_peers import BLOCK_BYTES, KEYS, LEASES, NUM_BLOCKS, PrefillPeers, open_tier
 
@@ -116,6 +118,29 @@ def test_a_reply_of_a_server_that_is_gone_leaves_nothing_at_nixl(
     assert "the link has ended" in decode.load("one").error
     assert not added
     peers.kill(pid)
+
+
+def test_a_peer_that_returns_before_its_last_read_ends_stays_known() -> None:
+    """Its process has one name, under which its new connection adds it again."""
+    known, states = set[str](), iter(["PROC", "PROC", "DONE"])
+    agent = NixlAgent()
+    agent._agent = SimpleNamespace(
+        add_remote_agent=lambda _: known.add("peer") or b"peer",  # type: ignore[func-returns-value]
+        remove_remote_agent=known.remove,
+        get_xfer_descs=lambda *_: None,
+        initialize_xfer=lambda *_: None,
+        transfer=lambda _: "PROC",
+        check_xfer_state=lambda _: next(states),
+    )
+    assert agent.add_peer(b"") == "peer"
+    places = np.zeros((1, 3), np.uint64)
+    with pytest.raises(UnfinishedReadError) as given_up:
+        agent.read("peer", places, places, lambda: True)
+    agent.remove_peer("peer")
+    assert agent.is_removing("peer")
+    agent.add_peer(b"")
+    wait_until(lambda: agent.has_ended(given_up.value), PATIENCE)
+    assert known == {"peer"} and not agent.is_removing("peer")
 
 
 def test_a_read_that_was_given_up_writes_to_no_buffer_that_is_used_again(

@@ -201,7 +201,7 @@ async def _split_body(context: RequestContext, length: int) -> tuple[bytes, byte
     return handoff, body
 
 
-async def restore_state(state: RequestState, handoff: Handoff, weight_version: str, vocab_size: int) -> None:
+async def restore_state(state: RequestState, handoff: Handoff, weight_version: Callable[[], str], vocab_size: int) -> None:
     """Give the prepared sequences the output, seeds and counts of the handoff. Raises ApiError 400
     for an output that no sequence can have, 409 where this server has other prompts or weights."""
     start, sequences = handoff.start, state.sequences
@@ -214,10 +214,6 @@ async def restore_state(state: RequestState, handoff: Handoff, weight_version: s
         await asyncio.sleep(0)
     if start.digest != await digest_prompts(state):
         sentence = "this server has other token ids for the prompt, or another version of the adapter, than the one that began the stream"
-        raise ApiError(409, sentence, code="handoff_refused")
-    version = next((write.weight_version for write in reversed(writes) if write.weight_version), start.weight_version)
-    if version != weight_version:
-        sentence = f"this server has the weights {weight_version!r}, and those that made the stream's last token are {version!r}"
         raise ApiError(409, sentence, code="handoff_refused")
     state.created_at = start.created
     for sequence, seed in zip(sequences, start.seeds, strict=True):
@@ -238,6 +234,10 @@ async def restore_state(state: RequestState, handoff: Handoff, weight_version: s
         sequence.finish = write.finish or sequence.finish
         sequence.num_reported = sequence.num_tokens
     state.num_unfinished = sum(sequence.finish is None for sequence in sequences)
+    version = next((write.weight_version for write in reversed(writes) if write.weight_version), start.weight_version)
+    if version != weight_version():  # last: an update may come between the turns
+        sentence = f"this server has the weights {weight_version()!r}, and those that made the stream's last token are {version!r}"
+        raise ApiError(409, sentence, code="handoff_refused")
 
 
 def _list_ids(write: Write) -> Iterator[int]:
