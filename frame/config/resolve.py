@@ -236,7 +236,7 @@ class _Solver:
 
     def _has_spans(self) -> bool:
         selected = self.chosen.selected.get("model")
-        return bool(selected) and attends_in_both_directions(selected[-1].record.capabilities, self.model_config)
+        return bool(selected and attends_in_both_directions(selected[-1].record.capabilities, self.model_config))
 
     def _experts(self) -> None:
         moe, model, mode = self.config.moe, self.model_config, self.config.execution.deterministic
