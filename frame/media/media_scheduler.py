@@ -57,11 +57,10 @@ class MediaScheduler:
     ) -> None:
         self._plan = plan
         self._whole_prompts = whole_prompts
-        self._max_context = max_context
         self._table = RowTable(plan.table_rows, block)
         rows = self._table.num_rows
         self._limits = ItemLimits(
-            plan.modalities, rows, token_budget if plan.whole_items else None, rows if whole_prompts else None
+            plan.modalities, rows, token_budget if plan.whole_items else None, rows if whole_prompts else None, max_context
         )  # fmt: skip
         self._keys = ItemKeys()
         self._orders: list[EncodeOrder] = []  # of the step being planned
@@ -86,19 +85,7 @@ class MediaScheduler:
             request.prompt, request.media, names, keys, has_positions=self._plan.rotary_positions, has_spans=self._plan.whole_items
         )
         request.media_layout, request.position_offset = layout, layout.position_offset
-        return None if self._max_context is None else self._bound_positions(request, self._max_context)
-
-    @staticmethod
-    def _bound_positions(request: Request, max_context: int) -> Finish | None:
-        """End the answer before the model's last position: those of a long video are ahead of its
-        tokens."""
-        if request.prompt_len + request.position_offset >= max_context:
-            return refuse(
-                f"the prompt's media take {request.prompt_len + request.position_offset} positions by their length and size, and the "
-                f"context holds {max_context} with the answer; send shorter files"
-            )
-        request.max_num_tokens = min(request.max_num_tokens, max_context - request.position_offset)
-        return None
+        return None if self._limits.max_context is None else _bound_positions(request, self._limits.max_context)
 
     def may_start(self, request: Request) -> bool:
         return self._blocked is None
@@ -292,3 +279,15 @@ def _layout_of(request: Request) -> PromptLayout:
     layout = request.media_layout
     assert isinstance(layout, PromptLayout), "the request has passed `start_request`"
     return layout
+
+
+def _bound_positions(request: Request, max_context: int) -> Finish | None:
+    """End the answer after the model's last position: those of a long video are ahead of its
+    tokens. -> how the request ends whose prompt has more."""
+    if (end := request.prompt_len + request.position_offset) >= max_context:
+        return refuse(
+            f"the prompt's media take {end} positions by their length and size, and the context holds {max_context} with the answer; send "
+            "shorter files"
+        )
+    request.max_num_tokens = min(request.max_num_tokens, max_context - request.position_offset)
+    return None

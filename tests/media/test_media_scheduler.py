@@ -73,7 +73,9 @@ def test_positions_end_at_the_context() -> None:
         return make_item("x", PlaceholderRun(4, 4, (4, 1, 1), step))
 
     rig = make_rig(rotary=True, max_context=72)
-    assert "take 72 positions by their length and size, and the context holds 72" in refusal(rig, tokens, [make_video(21.0)])
+    assert "the prompt's media take 72 positions by their length and size, and the context holds 72" in refusal(
+        rig, tokens, [make_video(21.0)]
+    )
     for step, count in ((20.0, 3), (18.0, 9)):  # the answer begins at the position 9 + 3 * step
         rid = f"r{step}"
         sent = Generate(rid=rid, token_ids=tokens, params=params(max_tokens=9), media=[make_video(step)])

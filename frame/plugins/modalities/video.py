@@ -67,7 +67,6 @@ class VideoModality(ProcessorModality):
             self._kind = _GLM_PROCESSORS.get(named, self._kind)
         elif self._kind == _OMNI:  # whose processor class sets the size, whatever the file says
             stored = {**stored, "min_pixels": None, "max_pixels": None, "size": _OMNI_SIZE}
-        self._part_options = ("max_frames",) if self._kind == _GLM46 else ("fps", "max_frames")
         known = {*self._part_options, "min_pixels", "max_pixels"} | (set() if self._is_glm else {"min_frames"})
         check_names(context.processor_options, known, "video processor")
         images = load_image_processor(context.folder)
@@ -84,7 +83,6 @@ class VideoModality(ProcessorModality):
         self._pace = float(settings.get("fps") or 2), float(settings.get("max_duration") or 300)
         self._min_frames, self._max_frames = int(settings.get("min_frames") or 4), int(settings.get("max_frames") or 768)
         self._max_frames = min(self._max_frames, context.limits.max_frames)
-        self._least_frames = self._frames if self._is_glm else 1  # that `max_frames` may be
         if self._max_frames < self._least_frames:
             raise ConfigurationError(f"media.processor_options: max_frames of video must be {self._least_frames} at least.")
         self._scaling = _find_scaling(settings, images)
@@ -101,6 +99,15 @@ class VideoModality(ProcessorModality):
     @property
     def _is_glm(self) -> bool:
         return self._kind in (*_GLM, _GLM46)
+
+    @property
+    def _part_options(self) -> tuple[str, ...]:
+        return ("max_frames",) if self._kind == _GLM46 else ("fps", "max_frames")
+
+    @property
+    def _least_frames(self) -> int:
+        """The smallest `max_frames`."""
+        return self._frames if self._is_glm else 1
 
     def read_size(self, data: bytes) -> MediaSize:
         return read_video_size(data, self.context.limits)
