@@ -109,6 +109,7 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
         )
     if raw is None:
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a checkpoint in Hugging Face layout.")
+    end = {"eos_token_id": raw.get("im_end_token_id")}  # Qwen3-Omni's, whose files may have no other
     raw = _select_thinker(raw)
     text = _select_text_config(raw)
     generation = read_object(folder / "generation_config.json") or {}
@@ -120,7 +121,7 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
     if text.get("architectures") == [WHISPER]:  # whose `num_hidden_layers` counts those of the encoder
         text |= {new: text[old] for new, old in _DECODER_SIZES.items() if old in text}
         text["alignment_heads"] = _read_alignment_heads(generation.get("alignment_heads"), text)
-    model_config = _Reader(folder / "config.json", text).model_config(eos=_eos_ids(generation, text, raw))
+    model_config = _Reader(folder / "config.json", text).model_config(eos=_eos_ids(generation, text, raw) or _eos_ids(end))
     full_config = raw if any(name in raw for name in _ENCODER_CONFIGS) else {}
     has_processor = any((folder / name).is_file() for name in _PROCESSORS)
     return replace(model_config, sentence=read_sentence_config(folder), full_config=full_config, has_processor=has_processor)

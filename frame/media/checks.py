@@ -24,6 +24,7 @@ class ItemLimits:
     max_rows: int  # of an item
     max_run: int | None  # placeholders of a run, which a chunk holds together; None: any number
     max_prompt_rows: int | None  # of all items of a prompt, which is computed in one step; None: any number
+    max_context: int | None = None  # positions of the prompt and the answer; None: any number
 
 
 def refuse(sentence: str) -> Finish:

@@ -156,7 +156,7 @@ class MediaEncoder:
             else:  # of drafts the rows and the depths in trees count, as of decodes
                 is_prompt = np.repeat(batch.num_drafts == 0, batch.num_scheduled)[batch.num_decodes :]
                 turned[batch.num_decodes :][is_prompt] = first[is_prompt]
-        # videos with long pauses may be ahead of their tokens
+        # drafts of a request with a long video may be ahead of its last token
         return np.minimum(turned, np.maximum(positions, self._last_position))
 
     def list_arrays(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ from frame.core.scheduling.request import Request
 from frame.core.scheduling.running import StepPlan
 from frame.interfaces.modality import MediaPlan
 from frame.media.cache_keys import ItemKeys, ItemName, name_item
-from frame.media.checks import ItemLimits, check_items
+from frame.media.checks import ItemLimits, check_items, refuse
 from frame.media.division import Division, count_left, find_limit, has_decodes
 from frame.media.prompt_layout import PromptLayout, lay_out_prompt
 from frame.media.row_table import BLOCK, RowTable
@@ -41,7 +41,8 @@ class _Blocked:
 
 class MediaScheduler:
     """`plan`: sizes and what the model needs. `token_budget`: prompt tokens of a step.
-    `whole_prompts`: a prompt is computed in one step. `note_encoded` is told of each step with
+    `whole_prompts`: a prompt is computed in one step. `max_context`: positions that the model has;
+    None: any number. `note_encoded` is told of each step with
     decodes how many prompt tokens take as long as what it encodes."""
 
     def __init__(
@@ -50,6 +51,7 @@ class MediaScheduler:
         token_budget: int,
         *,
         whole_prompts: bool = False,
+        max_context: int | None = None,
         block: int = BLOCK,
         note_encoded: Callable[[float], None] | None = None,
     ) -> None:
@@ -58,7 +60,7 @@ class MediaScheduler:
         self._table = RowTable(plan.table_rows, block)
         rows = self._table.num_rows
         self._limits = ItemLimits(
-            plan.modalities, rows, token_budget if plan.whole_items else None, rows if whole_prompts else None
+            plan.modalities, rows, token_budget if plan.whole_items else None, rows if whole_prompts else None, max_context
         )  # fmt: skip
         self._keys = ItemKeys()
         self._orders: list[EncodeOrder] = []  # of the step being planned
@@ -83,7 +85,7 @@ class MediaScheduler:
             request.prompt, request.media, names, keys, has_positions=self._plan.rotary_positions, has_spans=self._plan.whole_items
         )
         request.media_layout, request.position_offset = layout, layout.position_offset
-        return None
+        return None if self._limits.max_context is None else _bound_positions(request, self._limits.max_context)
 
     def may_start(self, request: Request) -> bool:
         return self._blocked is None
@@ -277,3 +279,15 @@ def _layout_of(request: Request) -> PromptLayout:
     layout = request.media_layout
     assert isinstance(layout, PromptLayout), "the request has passed `start_request`"
     return layout
+
+
+def _bound_positions(request: Request, max_context: int) -> Finish | None:
+    """End the answer after the model's last position: those of a long video are ahead of its
+    tokens. -> how the request ends whose prompt has more."""
+    if (end := request.prompt_len + request.position_offset) >= max_context:
+        return refuse(
+            f"the prompt's media take {end} positions by their length and size, and the context holds {max_context} with the answer; send "
+            "shorter files"
+        )
+    request.max_num_tokens = min(request.max_num_tokens, max_context - request.position_offset)
+    return None

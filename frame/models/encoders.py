@@ -32,6 +32,7 @@ Arrays = Mapping[str, torch.Tensor]
 _SCALE, _OFFSET = ".scale", ".offset"  # see `Modality.compute_features`
 _PREFIX = "encoders.model."  # of the encoders' parameters, and of their tensors while they are loaded
 _IGNORED = (r"(?:model\.)?image_newline$", rf"{re.escape(_PREFIX)}.*\.position_ids$")
+_MAX_CHUNKS = 32  # of a sound, which are convolved at once
 # keys of config.json that choose code or quantize; the towers have none of it
 _DROPPED = re.compile(r"_.*|.*_implementation|auto_map|quantization_config")
 
@@ -169,6 +170,9 @@ def _build_model(model_config: ModelConfig, dtype: torch.dtype) -> Any:
     config = transformers.CONFIG_MAPPING[kind].from_dict(stored)
     model = transformers.AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
     del model.language_model
+    for module in model.modules():
+        if hasattr(module, "conv_chunksize"):  # what a chunk's convolutions make is larger than what the memory plan counts
+            module.conv_chunksize = min(module.conv_chunksize, _MAX_CHUNKS)
     for module in model.modules():  # so that they are loaded and counted as the others
         for name, buffer in [*module.named_buffers(recurse=False)]:
             if name not in module._non_persistent_buffers_set:  # noqa: SLF001

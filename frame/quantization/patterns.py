@@ -7,10 +7,10 @@ import re
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-# How the names of a model's body begin: by itself, beside encoders (transformers 5 and 4), and of
-# Nemotron-H.
-_BODIES = ("model.", "model.language_model.", "language_model.model.", "backbone.")
-_BODY = re.compile(r"model\.language_model\.|language_model\.(?:model\.|(?=lm_head))|model\.|backbone\.")
+# How the names of a model's body begin: by itself, beside encoders (transformers 5 and 4), beside a
+# model that speaks (Qwen3-Omni), and of Nemotron-H.
+_BODIES = ("model.", "model.language_model.", "language_model.model.", "thinker.model.", "backbone.")
+_BODY = re.compile(r"model\.language_model\.|(?:language_model|thinker)\.(?:model\.|(?=lm_head))|model\.|backbone\.")
 # Layers that checkpoints may store as one, and what a pattern has that means it: `.*up_proj` means
 # a layer alone.
 _FUSED = {
@@ -57,5 +57,5 @@ def _list_layers(pattern: str, name: str) -> tuple[str, ...]:
 def _list_aliases(name: str) -> tuple[str, ...]:
     """The names that a configuration may have for a layer, the model's own first."""
     if name == "lm_head":
-        return name, f"language_model.{name}"
+        return name, f"language_model.{name}", f"thinker.{name}"
     return tuple(body + name.removeprefix("model.") for body in _BODIES) if name.startswith("model.") else (name,)

@@ -143,6 +143,14 @@ def test_end_tokens_of_both_files(tmp_path: Path) -> None:
     assert model_config.eos_token_ids == (9, 5, 11)
 
 
+@pytest.mark.parametrize(("generation", "expected"), [(None, (7,)), ({"eos_token_id": 9}, (9,))])
+def test_the_end_token_of_a_checkpoint_that_speaks(generation: object, expected: tuple[int, ...], tmp_path: Path) -> None:
+    """Its config.json names the end of a turn beside the thinker's configuration."""
+    thinker = {key: value for key, value in BASE.items() if key not in ("architectures", "eos_token_id")}
+    whole = {"architectures": ["Qwen3OmniMoeForConditionalGeneration"], "im_end_token_id": 7, "thinker_config": {"text_config": thinker}}
+    assert read_model_config(write(tmp_path, whole, generation)).eos_token_ids == expected
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

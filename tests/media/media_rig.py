@@ -49,7 +49,7 @@ def positions_of(items: Sequence[MediaItem], length: int) -> np.ndarray:
 
 class MediaRig(SchedulerRig):
     def __init__(self, plan: MediaPlan, config: SchedulerConfig, *args: Any, block: int = 4, **more: Any) -> None:
-        self.plan, self.media = plan, MediaScheduler(plan, config.token_budget, block=block)
+        self.plan, self.media = plan, MediaScheduler(plan, config.token_budget, block=block, max_context=config.max_context)
         super().__init__(config, *args, media=self.media, **more)
         self.table: dict[int, tuple[bytes, int]] = {}  # by row: digest of its item, and index in it
         self.pages: dict[tuple[int, int], Content] = {}  # by page and offset

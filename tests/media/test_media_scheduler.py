@@ -65,6 +65,24 @@ def test_items_that_cannot_be_served_are_refused(item: MediaItem, sentence: str)
     assert sentence in refusal(make_rig(table_rows=16), prompt(20), [item])
 
 
+def test_positions_end_at_the_context() -> None:
+    """Those of a video with long pauses are ahead of its tokens."""
+    tokens = [*prompt(4), *[PLACEHOLDER] * 4, *prompt(4, 50)]
+
+    def make_video(step: float) -> MediaItem:
+        return make_item("x", PlaceholderRun(4, 4, (4, 1, 1), step))
+
+    rig = make_rig(rotary=True, max_context=72)
+    assert "the prompt's media take 72 positions by their length and size, and the context holds 72" in refusal(
+        rig, tokens, [make_video(21.0)]
+    )
+    for step, count in ((20.0, 3), (18.0, 9)):  # the answer begins at the position 9 + 3 * step
+        rid = f"r{step}"
+        sent = Generate(rid=rid, token_ids=tokens, params=params(max_tokens=9), media=[make_video(step)])
+        assert rig.scheduler.add_request(sent) is None
+        assert rig.scheduler._requests[rid].max_new_tokens == count
+
+
 def test_items_do_not_lie_in_the_output() -> None:
     tokens, items = with_image("x")
     assert "outside of the prompt" in refusal(make_rig(), tokens, items, output_len=6)

@@ -349,3 +349,7 @@ def test_short_sounds_beside_long_ones(media_checkpoint: Make) -> None:
     torch.testing.assert_close([each[:, :hidden] for each in rows], expected, atol=1e-5, rtol=1e-5)
     assert not torch.cat(rows)[:, hidden:].any()
     assert len(rows[1]) == 5 and not torch.allclose(joined[-5:], expected[1], atol=1e-3)
+    tower = session.model.encoders.model.audio_tower  # type: ignore[attr-defined]
+    assert tower.conv_chunksize == 32
+    tower.conv_chunksize = 1
+    torch.testing.assert_close(encode(session, "audio", items), rows, atol=1e-5, rtol=1e-5)

@@ -41,6 +41,12 @@ from tests.quantization.test_formats import logits_of, open_session, reference_l
         ("model.visual.*", "model.layers.5.mlp.up_proj", False),
         ("lm_head", "model.layers.0.mlp.up_proj", False),
         ("mtp.fc", "mtp.fc", True),
+        ("thinker.model.layers.0.mlp.gate", "model.layers.0.mlp.gate", True),
+        ("thinker.model.layers.0", "model.layers.10.mlp.up_proj", False),
+        ("thinker.lm_head", "lm_head", True),
+        ("re:thinker.lm_head", "lm_head", True),
+        (r"re:thinker\.model\.layers\.5\..*", "model.layers.5.mlp.up_proj", True),
+        ("thinker.visual", "model.layers.5.mlp.up_proj", False),
     ],
 )
 def test_names_of_published_lists(pattern: str, name: str, is_match: bool) -> None:

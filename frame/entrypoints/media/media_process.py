@@ -121,7 +121,7 @@ def select_options(options: Mapping[str, Any], modality: str) -> Mapping[str, An
 
 
 def decode(modalities: Mapping[str, Modality], job: Job, folder: Path) -> Decoded | Refused:
-    """The response to a job. MemoryError is raised."""
+    """The response to a job."""
     began = time.process_time()
     modality = modalities[job.modality]
     try:
@@ -131,14 +131,20 @@ def decode(modalities: Mapping[str, Modality], job: Job, folder: Path) -> Decode
     except MediaError as error:
         return Refused(str(error))
     except MemoryError:
-        return Refused("the file takes too much memory to decode; send a smaller one")
+        return _refuse_memory()
     except OSError:
         log.exception("features are not written")
         return Refused("the server has no room for the file now; try again later")
-    except Exception:  # of a plugin or a decoder, whose message is not the client's
+    except Exception as error:  # of a plugin or a decoder, whose message is not the client's
+        if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch's form of a MemoryError
+            return _refuse_memory()
         log.exception("%s fails on a file", describe(modality))
         return Refused("the file cannot be decoded; send it in another format")
     return Decoded(layout, path, arrays, time.process_time() - began)
+
+
+def _refuse_memory() -> Refused:
+    return Refused("the file takes too much memory to decode; send a smaller one")
 
 
 def main(load: Callable[[Resolved, Registry], Mapping[str, Modality]] = load_modalities) -> None:

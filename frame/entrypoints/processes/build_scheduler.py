@@ -195,8 +195,9 @@ def _create_media(resolved: Resolved, budget: LatencyBudget | None) -> RequestMe
     from frame.media.media_scheduler import MediaScheduler
 
     note = None if budget is None else budget.note_encoded
-    whole_prompts = resolved.computes_whole_prompts
-    return MediaScheduler(resolved.media, resolved.chunked_prefill_size, whole_prompts=whole_prompts, note_encoded=note)
+    whole_prompts, max_context = resolved.computes_whole_prompts, resolved.max_context
+    budget_tokens = resolved.chunked_prefill_size
+    return MediaScheduler(resolved.media, budget_tokens, whole_prompts=whole_prompts, max_context=max_context, note_encoded=note)
 
 
 def _overlaps_drafts(resolved: Resolved, registry: Registry, pools: Sequence[PagePool]) -> bool:

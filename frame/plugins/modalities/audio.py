@@ -49,8 +49,7 @@ class AudioModality(ProcessorModality):
         if self._kind not in _SUPPORTED:
             sentence = f"audio of the model type {self._kind} is not supported, only of {' and '.join(_SUPPORTED)}"
             raise ConfigurationError(f"{sentence}; leave audio out of media.modalities.")
-        if "vision_config" not in full:  # else those are checked by the processors of images and videos
-            check_names(context.processor_options, set(), "feature extractor")
+        check_names(context.processor_options, set(), "feature extractor")
         self._placeholder = self._row_token = find_row_token(context.model_config, load_tokenizer(context.folder), "audio", None)
         self._extractor = load_feature_extractor(context.folder)
         if self._extractor.sampling_rate != RATE:

@@ -22,6 +22,7 @@ from frame.core.errors import ConfigurationError
 from frame.interfaces.modality import ITEM_NUMBER, MediaError, MediaLayout, MediaSize, ModalityContext
 from frame.plugins.modalities.pictures import decode_picture, read_picture_size
 from frame.plugins.modalities.processor import (
+    MAX_RATIO,
     ProcessorModality,
     as_arrays,
     build_processor,
@@ -40,6 +41,7 @@ _log = logging.getLogger(__name__)
 _PIXELS = "pixel_values"
 _DETAILS = ("auto", "high", "low")
 _LOW_EDGE = 512  # pixels; longest edge of an image with the detail "low"
+_NO_SQUARE = "the image is too narrow, too flat or too small for the model; send one nearer to a square"
 _TOLERANCE = 1e-6  # of bytes that the encoder normalises, against the processor's numbers
 _NUMBERED = "use_image_id"
 _OF_THE_MODEL = {"downsample_mode"}  # which the encoder reads in config.json
@@ -116,7 +118,7 @@ class ImageModality(ProcessorModality):
                 outputs, texts = processor._process_images([image], **self._arguments | dict(arguments))  # noqa: SLF001 - the step before tokenizing
         except (ValueError, ZeroDivisionError) as error:
             _log.info("the image processor refuses an image: %s", error)
-            raise MediaError("the image is too narrow, too flat or too small for the model; send one nearer to a square") from None
+            raise MediaError(_NO_SQUARE) from None
         return outputs, texts[0]
 
     @property
@@ -196,6 +198,8 @@ def _reduced(height: int, width: int, options: Mapping[str, Any]) -> tuple[int, 
     detail = options.get("detail", "auto")
     if detail not in _DETAILS:
         raise MediaError(f"detail is {str(detail)[:40]!r}; it must be auto, high or low")
+    if max(height, width) > MAX_RATIO * min(height, width):  # of which some processors make patches without a limit
+        raise MediaError(_NO_SQUARE)
     ratio = _LOW_EDGE / max(height, width)
     if detail != "low" or ratio >= 1:
         return height, width

@@ -25,6 +25,7 @@ from frame.plugins.modalities.pixtral import make_pixtral_processor
 
 _log = logging.getLogger(__name__)
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+MAX_RATIO = 200  # of the sides of a picture or a frame; as in transformers, where a processor has a limit
 _PIXTRAL = "PixtralProcessor"
 _TOKEN_KEYS = ("{}_token_id", "{}_token_index")  # of a modality, in config.json
 

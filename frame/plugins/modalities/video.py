@@ -20,6 +20,7 @@ from frame.core.errors import ConfigurationError
 from frame.interfaces.modality import MediaError, MediaLayout, MediaSize, ModalityContext
 from frame.plugins.modalities.frames import decode_frames, read_video_size
 from frame.plugins.modalities.processor import (
+    MAX_RATIO,
     ProcessorModality,
     build_processor,
     check_names,
@@ -35,16 +36,18 @@ if TYPE_CHECKING:
 
 _PIXELS = "pixel_values_videos"
 _FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
-_SAMPLED = ("qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe_thinker")  # frames at equal steps; others: from the first to the last
+_OMNI = "qwen3_omni_moe_thinker"
+_SAMPLED = ("qwen2_vl", "qwen2_5_vl", _OMNI)  # frames at equal steps; others: from the first to the last
 _EVEN = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _GLM = ("glm4v", "glm4v_moe")  # frames at equal times, of which each has a text; their tokens are those of images
 _GLM46 = "glm46v"  # as these, at a rate by the length of the video
 _KINDS = (*_SAMPLED, *_EVEN, *_GLM, _GLM46)
+_GLM_PROCESSORS = {"Glm4vVideoProcessor": "glm4v", "Glm46VVideoProcessor": _GLM46}  # checkpoints of one model type have either
 _GLM46_RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))  # longest video in seconds, temporal patches a second
 _GLM46_FRAMES = 640
 _GLM_PIXELS = (112 * 112, 28 * 28 * 2 * 30_000)
-_OPTIONS = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
-_MAX_RATIO = 200
+_OMNI_SIZE = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}  # `Qwen3OmniMoeProcessor.videos_kwargs`
+_OMNI_POSITIONS = 25  # a second, where config.json does not say; the default of transformers
 
 
 class VideoModality(ProcessorModality):
@@ -58,9 +61,16 @@ class VideoModality(ProcessorModality):
         if self._kind not in _KINDS:
             sentence = f"video of the model type {self._kind} is not supported, only of {' and '.join(_KINDS)}"
             raise ConfigurationError(f"{sentence}; leave video out of media.modalities.")
-        check_names(context.processor_options, set(_OPTIONS), "video processor")
+        stored = self._read_settings()
+        if self._is_glm:
+            named = stored.get("video_processor_type") or str(stored.get("image_processor_type")).replace("Image", "Video")
+            self._kind = _GLM_PROCESSORS.get(named, self._kind)
+        elif self._kind == _OMNI:  # whose processor class sets the size, whatever the file says
+            stored = {**stored, "min_pixels": None, "max_pixels": None, "size": _OMNI_SIZE}
+        known = {*self._part_options, "min_pixels", "max_pixels"} | (set() if self._is_glm else {"min_frames"})
+        check_names(context.processor_options, known, "video processor")
         images = load_image_processor(context.folder)
-        settings = {**self._read_settings(), **context.processor_options}
+        settings = {**stored, **context.processor_options}
         self._patch = int(settings.get("patch_size", images.patch_size))
         self._merge = int(settings.get("merge_size", images.merge_size))
         self._frames = int(settings.get("temporal_patch_size", images.temporal_patch_size))
@@ -73,6 +83,8 @@ class VideoModality(ProcessorModality):
         self._pace = float(settings.get("fps") or 2), float(settings.get("max_duration") or 300)
         self._min_frames, self._max_frames = int(settings.get("min_frames") or 4), int(settings.get("max_frames") or 768)
         self._max_frames = min(self._max_frames, context.limits.max_frames)
+        if self._max_frames < self._least_frames:
+            raise ConfigurationError(f"media.processor_options: max_frames of video must be {self._least_frames} at least.")
         self._scaling = _find_scaling(settings, images)
         tokenizer = load_tokenizer(context.folder)
         sizes = SimpleNamespace(merge_size=self._merge, temporal_patch_size=self._frames, patch_size=self._patch)
@@ -80,11 +92,22 @@ class VideoModality(ProcessorModality):
         self._placeholder = self._processor.video_token
         self._row_token = find_row_token(context.model_config, tokenizer, "image" if self._is_glm else "video", self._placeholder)
         self._has_grids = context.model_config.has_mrope
-        self._per_second = float((full.get("vision_config") or {}).get("tokens_per_second") or full.get("position_id_per_seconds") or 0)
+        vision = full.get("vision_config") or {}  # that of Qwen3-Omni has the key too, which nothing reads
+        per_second = full.get("position_id_per_seconds", _OMNI_POSITIONS) if self._kind == _OMNI else vision.get("tokens_per_second")
+        self._per_second = float(per_second or 0)
 
     @property
     def _is_glm(self) -> bool:
         return self._kind in (*_GLM, _GLM46)
+
+    @property
+    def _part_options(self) -> tuple[str, ...]:
+        return ("max_frames",) if self._kind == _GLM46 else ("fps", "max_frames")
+
+    @property
+    def _least_frames(self) -> int:
+        """The smallest `max_frames`."""
+        return self._frames if self._is_glm else 1
 
     def read_size(self, data: bytes) -> MediaSize:
         return read_video_size(data, self.context.limits)
@@ -123,12 +146,13 @@ class VideoModality(ProcessorModality):
     def sample(self, size: MediaSize, options: Mapping[str, Any]) -> np.ndarray:
         """The numbers of the frames that the model gets, int64 [n], ascending. Raises MediaError
         for options that cannot be used."""
-        refuse_unknown(options, ("max_frames",) if self._kind == _GLM46 else ("fps", "max_frames"))
+        refuse_unknown(options, self._part_options)
         fps = number(options, "fps", 0.01, 240) or self._pace[0]
-        maximum = int(number(options, "max_frames", 1, self._max_frames) or self._max_frames)
+        maximum = int(number(options, "max_frames", self._least_frames, self._max_frames) or self._max_frames)
         if self._is_glm:
             chosen = _sample_glm46(size, self._frames) if self._kind == _GLM46 else _sample_glm(size, fps, self._pace[1])
             chosen = np.unique(np.minimum(chosen, size.frames - 1))
+            maximum = maximum // self._frames * self._frames
             if len(chosen) > maximum:
                 chosen = chosen[np.linspace(0, len(chosen) - 1, maximum).astype(np.int64)]
             return np.append(chosen, chosen[-1:]) if len(chosen) % 2 else chosen
@@ -146,7 +170,7 @@ class VideoModality(ProcessorModality):
         """Height and width of `count` frames for the encoder. Raises MediaError for a shape that it
         does not take."""
         height, width, factor = size.height, size.width, self._patch * self._merge
-        if max(height, width) > _MAX_RATIO * min(height, width):
+        if max(height, width) > MAX_RATIO * min(height, width):
             raise MediaError("the video is too narrow or too flat for the model; send one nearer to a square")
         frames = rounded = 1  # the bounds are those of a frame, or else of all frames
         if self._kind not in _SAMPLED:

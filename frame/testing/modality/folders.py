@@ -187,10 +187,12 @@ _OMNI_NAMES = {
 }  # fmt: skip
 FAMILIES["qwen3_omni"] = _VISUAL._replace(
     config={**_VISUAL.config, "audio_token_id": "<|audio_pad|>", "position_id_per_seconds": 13,
+            "vision_config": {**_VISUAL.config["vision_config"], "tokens_per_second": 2},  # which nothing reads
             "audio_config": {"num_mel_bins": 128, "n_window": 50}},
     images={**FAMILIES["qwen2_audio"].images, **_VISUAL.images},
     tokens=tuple(_OMNI_NAMES.values()),
     named=_OMNI_NAMES,
+    videos=None,
 )  # fmt: skip
 
 

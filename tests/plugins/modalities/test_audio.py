@@ -6,6 +6,7 @@ import io
 import struct
 import sys
 import wave
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,12 @@ def test_lengths(built: dict[str, AudioModality]) -> None:
             built[name].lay_out(built[name].read_size(data), {})
     with pytest.raises(MediaError, match="'format' is no option"):
         voxtral.lay_out(voxtral.read_size(make(1)[0]), {"format": "wav"})
+
+
+def test_options_of_the_server_are_refused(built: dict[str, AudioModality]) -> None:
+    for modality in built.values():
+        with pytest.raises(ConfigurationError, match="bogus is no option"):
+            AudioModality(replace(modality.context, processor_options={"bogus": 1}))
 
 
 def test_forged_heads(built: dict[str, AudioModality]) -> None:

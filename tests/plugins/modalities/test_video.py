@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import os
 import sys
 from dataclasses import replace
@@ -12,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3OmniMoeProcessor
 
 from frame.core.errors import ConfigurationError
 from frame.interfaces.modality import MediaError, MediaLimits, MediaSize, ModalityContext
@@ -55,7 +58,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VideoModality]:
     made = {name: VideoModality(ModalityContext(folder / name, write_folder(folder / name, name))) for name in names}
     context = made["glm4v"].context
     full = {**context.model_config.full_config, "model_type": "glm46v"}
-    made["glm46v"] = VideoModality(replace(context, model_config=replace(context.model_config, full_config=full)))
+    (folder / "glm46v").mkdir()
+    for file in context.folder.iterdir():
+        text = file.read_text().replace("Glm4vImageProcessor", "Glm46VImageProcessor")
+        (folder / "glm46v" / file.name).write_text(text)
+    made["glm46v"] = VideoModality(replace(context, folder=folder / "glm46v", model_config=replace(context.model_config, full_config=full)))
     return made
 
 
@@ -131,9 +138,50 @@ def test_frames_of_glm_are_the_processors(built: dict[str, VideoModality]) -> No
         ):
             assert (len(chosen), chosen[:4].tolist(), int(chosen[-1])) == expected_length
     size = MediaSize("MP4", 128, 96, 7753, 7753 / 4)
-    assert len(built["glm4v"].sample(size, {"max_frames": 9})) == 10  # a temporal patch has two
+    # a temporal patch has two
+    assert [len(built["glm4v"].sample(size, {"max_frames": most})) for most in (2, 3, 4, 9)] == [2, 2, 4, 8]
+    with pytest.raises(MediaError, match="max_frames is '1'"):
+        built["glm4v"].sample(size, {"max_frames": 1})
     with pytest.raises(MediaError, match="'fps' is no option"):
         built["glm46v"].sample(size, {"fps": 1})
+
+
+def test_the_checkpoint_names_the_sampling_of_glm(built: dict[str, VideoModality], tmp_path: Path) -> None:
+    """Those of one model type name either processor."""
+    size = MediaSize("MP4", 128, 96, 7753, 7753 / 4)
+    for kind, name, expected in (("glm4v", "Glm46VVideoProcessor", "glm46v"), ("glm46v", "Glm4vVideoProcessor", "glm4v")):
+        context = built[kind].context
+        folder = tmp_path / kind
+        folder.mkdir()
+        for file in context.folder.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        settings = json.loads((folder / "preprocessor_config.json").read_text())
+        (folder / "video_preprocessor_config.json").write_text(json.dumps({**settings, "video_processor_type": name}))
+        made = VideoModality(replace(context, folder=folder))
+        assert made.sample(size, {}).tolist() == built[expected].sample(size, {}).tolist() != built[kind].sample(size, {}).tolist()
+
+
+def test_options_of_the_server_that_nothing_reads(built: dict[str, VideoModality]) -> None:
+    for kind, name, value in (("glm4v", "min_frames", 8), ("glm46v", "fps", 1), ("glm4v", "max_frames", 1), ("qwen3_omni", "size", {})):
+        with pytest.raises(ConfigurationError, match=name):
+            VideoModality(replace(built[kind].context, processor_options={name: value}))
+
+
+def test_sizes_of_qwen3_omni_are_those_of_its_processor_class(built: dict[str, VideoModality], tmp_path: Path) -> None:
+    """Its folders have one file of settings, with the sizes of images."""
+    context = replace(built["qwen3_omni"].context, folder=tmp_path)
+    for file in built["qwen3_omni"].context.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "min_pixels": 3136, "max_pixels": 12_845_056}))
+    expected = Qwen3OmniMoeProcessor.videos_kwargs["size"]
+    size, small = MediaSize("MP4", 3840, 2160, 30, 3.0), MediaSize("MP4", 64, 64, 30, 3.0)
+    made = VideoModality(context)
+    pixels = [math.prod(made.resize(each, 6)) for each in (size, small)]
+    assert 0.9 * expected["longest_edge"] < pixels[0] <= expected["longest_edge"]
+    assert expected["shortest_edge"] <= pixels[1] < 1.3 * expected["shortest_edge"]
+    less = VideoModality(replace(context, processor_options={"max_pixels": 200_000}))
+    assert math.prod(less.resize(size, 6)) <= 200_000
 
 
 def test_texts_of_glm(built: dict[str, VideoModality]) -> None:
