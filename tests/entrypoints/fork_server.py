@@ -97,10 +97,16 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
+class CannotForkError(Exception):
+    """The fork server has ended, or has threads."""
+
+
 class ForkServer:
-    """Forks processes until this one ends. `environment`: that of its imports."""
+    """Forks processes until this one ends. `environment`: that of its imports. `can_fork`: False
+    once an order has failed; what it has forked runs on."""
 
     def __init__(self, environment: Mapping[str, str], python: str = sys.executable) -> None:
+        self.can_fork = True
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [python, "-P", "-m", __name__, str(theirs.fileno()), "x" * PADDING]
@@ -113,16 +119,21 @@ class ForkServer:
         self._process.wait()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], *, forks_children: bool = False) -> ForkedProcess:
-        """Start `python -m MODULE ARGUMENTS`."""
+        """Start `python -m MODULE ARGUMENTS`. Raises CannotForkError."""
         stderr, their_stderr = os.pipe()
         order = {"command": list(command), "environment": dict(environment), "folder": str(Path.cwd()), "forks_children": forks_children}
-        with Path(os.devnull).open("r+b", buffering=0) as null:
-            pid, code = self._send(order, (null.fileno(), null.fileno(), their_stderr))
-        os.close(their_stderr)
+        try:
+            with Path(os.devnull).open("r+b", buffering=0) as null:
+                pid, code = self._send(order, (null.fileno(), null.fileno(), their_stderr))
+        except CannotForkError:
+            os.close(stderr)
+            raise
+        finally:
+            os.close(their_stderr)
         return ForkedProcess(pid, code, os.fdopen(stderr, encoding="utf-8"))
 
     def run(self, order: Mapping[str, Any], timeout: float) -> subprocess.CompletedProcess[str]:
-        """As `subprocess.run` with captured text."""
+        """As `subprocess.run` with captured text. Raises CannotForkError."""
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, Path(os.devnull).open("rb") as null:
             pid, code = self._send(order, (null.fileno(), out.fileno(), errors.fileno()))
             process = ForkedProcess(pid, code, os.fdopen(os.dup(errors.fileno()), encoding="utf-8"))
@@ -141,11 +152,15 @@ class ForkServer:
     def _send(self, order: Mapping[str, Any], streams: tuple[int, int, int]) -> tuple[int, IO[bytes]]:
         """-> the process id, and the pipe of the exit code."""
         code, their_code = os.pipe()
-        with self._lock:
+        pid = 0
+        with self._lock, contextlib.suppress(ConnectionError):
             socket.send_fds(self._socket, [json.dumps(order).encode()], [*streams, their_code])
-            pid = int(self._socket.recv(100) or -1)
+            pid = int(self._socket.recv(100) or 0)
         os.close(their_code)
-        assert pid > 0, "the fork server has ended; standard error says why"
+        if not pid:
+            os.close(code)
+            self.can_fork = False
+            raise CannotForkError
         return pid, os.fdopen(code, "rb")
 
 
@@ -159,7 +174,8 @@ _starting = threading.Lock()
 
 def start_forked(command: Sequence[str], extra: Mapping[str, str], *, forks_children: bool = False) -> ForkedProcess | None:
     """A process that runs `command`, with `extra` variables; None for the first one with such
-    variables, and where processes cannot be forked so, as with other folders of modules.
+    variables, and where processes cannot be forked so, as with other folders of modules. Then the
+    caller runs the ordinary command.
     `forks_children`: what it starts once it has threads is forked too."""
     if list(command[:2]) != [sys.executable, "-m"] or sum(map(len, command)) > PADDING // 2:
         return None
@@ -167,7 +183,10 @@ def start_forked(command: Sequence[str], extra: Mapping[str, str], *, forks_chil
         return None
     environment = make_environment(extra)
     server = _find_server(sys.executable, environment)
-    return None if server is None else server.start(command, environment, forks_children=forks_children)
+    if server is not None:
+        with contextlib.suppress(CannotForkError):
+            return server.start(command, environment, forks_children=forks_children)
+    return None
 
 
 def run_forked(
@@ -187,10 +206,11 @@ def run_forked(
     server = _find_server(command[0], environment)
     if paths:
         environment = {**environment, "PYTHONPATH": os.pathsep.join((*paths, environment["PYTHONPATH"]))}
-    if server is None:
-        return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
-    order = {"command": list(command), "environment": dict(environment), "folder": str(cwd or Path.cwd())}
-    return server.run({**order, "imports": list(imports), "paths": list(paths)}, timeout)
+    if server is not None:
+        order = {"command": list(command), "environment": dict(environment), "folder": str(cwd or Path.cwd())}
+        with contextlib.suppress(CannotForkError):
+            return server.run({**order, "imports": list(imports), "paths": list(paths)}, timeout)
+    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def _find_server(python: str, environment: Mapping[str, str]) -> ForkServer | None:
@@ -207,14 +227,15 @@ def _find_server(python: str, environment: Mapping[str, str]) -> ForkServer | No
             if sum(each is not None for each in _seen.values()) == MAX_SERVERS:
                 return None
             server = _seen[key] = ForkServer(read, python)
-    return server
+    return server if server.can_fork else None
 
 
 # the process that forks ---------------------------------------------------------------------------
 
 
 def serve_orders(link: socket.socket) -> None:
-    """Fork for each order, and send the exit codes, until the other end is closed."""
+    """Fork for each order, and send the exit codes, until the other end is closed. An order is
+    refused, by the process id 0, once the imports of one have started a thread."""
     codes: dict[int, tuple[int, int]] = {}  # by the descriptor of a process: its id, and that of its exit code
     watched = select.poll()  # the link has the number that it has in the tests' process, maybe a large one
     watched.register(link, select.POLLIN)
@@ -237,22 +258,25 @@ def serve_orders(link: socket.socket) -> None:
             *streams, code = descriptors
             order = json.loads(data)
             import_modules(order.get("imports", ()))
-            assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"  # noqa: PTH208
-            pid = os.fork()
-            if not pid:
+            can_fork = len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208
+            pid = os.fork() if can_fork else 0
+            if can_fork and not pid:
                 run_order(order, streams)
             for each in streams:
                 os.close(each)
-            process = os.pidfd_open(pid)
-            watched.register(process, select.POLLIN)
-            codes[process] = (pid, code)
+            if can_fork:
+                process = os.pidfd_open(pid)
+                watched.register(process, select.POLLIN)
+                codes[process] = (pid, code)
+            else:
+                os.close(code)
             link.send(str(pid).encode())
 
 
 def import_modules(names: Iterable[str]) -> None:
     missing = [name for name in names if name not in sys.modules]
     for name in missing:
-        with contextlib.suppress(ImportError):  # it needs an optional package
+        with contextlib.suppress(Exception):  # the program that imports it says why
             importlib.import_module(name)
     if missing:
         gc.freeze()
