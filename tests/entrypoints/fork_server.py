@@ -10,9 +10,9 @@ test. The process that forks has one thread, no GPU and no state but its imports
 `tests.entrypoints.serving` and by tests that run programs; tests of starts themselves run the
 ordinary command.
 
-`python -m tests.entrypoints.fork_server SOCKET PADDING`: an order is one message, with the file
-descriptors of the standard streams and of a pipe on which the exit code is sent. PADDING is
-overwritten by the command line that `ps` shows.
+`python -m tests.entrypoints.fork_server SOCKET WITH_FRAME PADDING`: an order is one message, with
+the file descriptors of the standard streams and of a pipe on which the exit code is sent. PADDING
+is overwritten by the command line that `ps` shows.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ IMPORTED = (
     "frame.entrypoints.processes.build_engine",
     "tests.entrypoints.fake_engine",
 )
+# What frame imports, for programs that users write: they import modules of frame that no other has.
+THIRD_PARTY = ("fastapi", "httpx", "numpy", "prometheus_client", "pydantic", "pytest", "torch", "triton", "uvicorn", "yaml", "zmq")
 USERS_OF_START_PROCESS = ("frame.entrypoints.processes.deployment", "frame.plugins.launchers.local", "frame.plugins.launchers.rendezvous")
 OWN = ("FRAME_", "FAULT_FILE", "PYTEST_CURRENT_TEST", "LITELLM_", "LANGSMITH_")  # variables that no import reads
 PADDING = 8192  # bytes of a command line
@@ -102,14 +104,14 @@ class CannotForkError(Exception):
 
 
 class ForkServer:
-    """Forks processes until this one ends. `environment`: that of its imports. `can_fork`: False
-    once an order has failed; what it has forked runs on."""
+    """Forks processes until this one ends. `environment`: that of its imports. with_frame: it
+    imports frame, too. `can_fork`: False once an order has failed; what it has forked runs on."""
 
-    def __init__(self, environment: Mapping[str, str], python: str = sys.executable) -> None:
+    def __init__(self, environment: Mapping[str, str], python: str = sys.executable, *, with_frame: bool = True) -> None:
         self.can_fork = True
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [python, "-P", "-m", __name__, str(theirs.fileno()), "x" * PADDING]
+            command = [python, "-P", "-m", __name__, str(theirs.fileno()), str(int(with_frame)), "x" * PADDING]
             self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         self._lock = threading.Lock()
         atexit.register(self.close)
@@ -196,14 +198,16 @@ def run_forked(
     cwd: Path | None = None,
     imports: Sequence[str] = (),
     paths: Sequence[str] = (),
+    with_frame: bool = True,
     timeout: float = 500.0,
 ) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` of a Python program (`-m MODULE`, `-c CODE` or a file) that is not itself
     under test, with captured text. The first one of a Python and an environment is not forked.
     `environment`: None: this process's; `imports`: modules to import once for all; `paths`: folders
-    to add to PYTHONPATH, whose modules change nothing that is imported here."""
+    to add to PYTHONPATH, whose modules change nothing that is imported here; with_frame: False for
+    a program that users write, which must import itself what it needs of frame."""
     environment = make_environment({}) if environment is None else environment
-    server = _find_server(command[0], environment)
+    server = _find_server(command[0], environment, with_frame=with_frame)
     if paths:
         environment = {**environment, "PYTHONPATH": os.pathsep.join((*paths, environment["PYTHONPATH"]))}
     if server is not None:
@@ -213,11 +217,11 @@ def run_forked(
     return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def _find_server(python: str, environment: Mapping[str, str]) -> ForkServer | None:
+def _find_server(python: str, environment: Mapping[str, str], *, with_frame: bool = True) -> ForkServer | None:
     if not sys.platform.startswith("linux"):
         return None
     read = {name: value for name, value in environment.items() if not name.startswith(OWN)}
-    key = frozenset({*read.items(), ("", python)})
+    key = frozenset({*read.items(), ("", f"{python} {with_frame}")})
     with _starting:
         if key not in _seen:
             _seen[key] = None
@@ -226,7 +230,7 @@ def _find_server(python: str, environment: Mapping[str, str]) -> ForkServer | No
         if server is None:
             if sum(each is not None for each in _seen.values()) == MAX_SERVERS:
                 return None
-            server = _seen[key] = ForkServer(read, python)
+            server = _seen[key] = ForkServer(read, python, with_frame=with_frame)
     return server if server.can_fork else None
 
 
@@ -288,6 +292,8 @@ def run_order(order: dict[str, Any], streams: Sequence[int]) -> None:
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
     sys.path[:0] = order.get("paths", ())
+    if "frame" not in sys.modules:
+        become(order["command"], streams)
     from frame.entrypoints.processes import early_process
     from frame.host import child_process
 
@@ -479,9 +485,12 @@ def show_command(command: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as orders:
-        keep_metadata()
-        for name in IMPORTED:
-            importlib.import_module(name)
-        http = importlib.import_module("frame.entrypoints.http")
-        import_modules(each.name for each in pkgutil.walk_packages(http.__path__, "frame.entrypoints.http."))
+        if int(sys.argv[2]):
+            keep_metadata()
+            for name in IMPORTED:
+                importlib.import_module(name)
+            http = importlib.import_module("frame.entrypoints.http")
+            import_modules(each.name for each in pkgutil.walk_packages(http.__path__, "frame.entrypoints.http."))
+        else:
+            import_modules(THIRD_PARTY)
         serve_orders(orders)

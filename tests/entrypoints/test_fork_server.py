@@ -151,3 +151,8 @@ def test_a_server_that_has_threads_or_has_ended_is_replaced_by_the_ordinary_comm
     with pytest.raises(CannotForkError):
         server.start(command_of(checkpoint), environment)
     assert not server.can_fork
+
+
+def test_a_program_that_users_write_has_nothing_of_frame_before_it_imports_it() -> None:
+    text = "import sys; print([each for each in sys.modules if each.partition('.')[0] == 'frame'], 'torch' in sys.modules)"
+    assert [run_forked([sys.executable, "-c", text], with_frame=False).stdout for _ in range(2)] == ["[] False\n", "[] True\n"]
