@@ -32,7 +32,7 @@ LAYERS = {"qwen3-0.6b gate_up": (6144, 1024), "qwen3-0.6b down": (1024, 3072)}  
 KERNELS = {
     "plain": WeightScheme("plain"),
     "cpu_int8": WeightScheme("int8"),
-    "cpu_int8, rounded inputs": WeightScheme("int8"),
+    "cpu_int8, quantized inputs": WeightScheme("int8"),
     "cpu_int4": WeightScheme("int4", (1, 64), zeros=True),
     "amx, plain": WeightScheme("plain"),
     "amx, int8": WeightScheme("int8"),
@@ -53,7 +53,7 @@ def make_gemms(registry: Registry, name: str, outputs: int, inputs: int, copies:
     found = []
     for _ in range(copies):
         weight: CanonicalWeight = make_weight(KERNELS[name], outputs, inputs, dtype=torch.bfloat16)
-        weight.quantizes_inputs = "rounded" in name
+        weight.quantizes_inputs = "quantized inputs" in name
         found.append(kernel.prepare(weight))
     return found
 

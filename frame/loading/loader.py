@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from frame.core.errors import CheckpointError
+from frame.core.errors import CheckpointError, PluginError
 from frame.core.interfaces.attention import AttentionSpec, LatentProjections
 from frame.core.interfaces.build import BuildContext
 from frame.core.interfaces.device_drafter import DraftModel
@@ -73,12 +73,13 @@ def load_model(
 ) -> tuple[M, LoadReport]:
     """Build and load a model on `context.device`, ready to run. `make` constructs it; `on_built` is
     called with it while it is on the meta device. Raises CheckpointError, one sentence, if the
-    checkpoint does not fit."""
+    checkpoint does not fit, and PluginError for a model of an earlier interface."""
     report = LoadReport()
     with report.measure_phase("build"), torch.device("meta"):
         model = make()
     if not isinstance(model, nn.Module):
         raise TypeError(f"{type(model).__name__} is a Model, but not a torch.nn.Module")
+    _check_hooks(model)
     report.planned = plan_bytes(model)
     on_built(model)
     layers = attention_layers(model)
@@ -106,6 +107,14 @@ def load_model(
     report.bytes = count_bytes(model)
     model.eval().requires_grad_(False)
     return model, report
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Raise PluginError for a module whose hook has the name of an earlier frame."""
+    for each in map(type, model.modules()):
+        if callable(getattr(each, "finish", None)) and not hasattr(each, "process_weights_after_loading"):
+            name = f"{each.__module__}.{each.__qualname__}"
+            raise PluginError(f"{name} was written for an earlier interface: rename its finish() to process_weights_after_loading().")
 
 
 def count_bytes(model: nn.Module) -> int:
@@ -214,8 +223,6 @@ def allocate_parameters(model: nn.Module, device: torch.device) -> None:
 def process_weights_after_loading(model: nn.Module) -> None:
     """Call the method of this name of every module that has one, inner modules first."""
     for module in reversed(list(model.modules())):
-        if callable(getattr(module, "finish", None)):  # the name of an earlier frame
-            raise TypeError(f"{type(module).__qualname__}.finish is process_weights_after_loading now")
         if callable(act := getattr(module, "process_weights_after_loading", None)):
             act()
 

@@ -19,7 +19,8 @@ INTERFACES = ("frame.core.interfaces", "frame.interfaces")  # packages of pages
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """`old` is `new` since `api`. Parentheses hold a constructor's arguments. `module`: the page of
+    """`old` is `new` since `api`. Parentheses hold a constructor's arguments, or follow a method
+    that no class of the interface declares. `module`: the page of
     `INTERFACES` that has the name."""
 
     api: str  # the first version with the new name, such as "attention_backend/2"
@@ -109,6 +110,13 @@ MOVED_NAMES: Mapping[str, str] = MappingProxyType(
 
 _STREAM_METHODS = ("synchronize", "create_stream", "create_event", "get_current_stream", "set_stream", "allocate_pinned")
 _GRAPH_METHODS = ("create_graph_pool", "begin_capture", "end_capture", "is_capturing", "borrow")
+_WEIGHTS = (
+    ("Codes", "QuantType"),
+    ("WeightScheme.codes", "WeightScheme.quant_type"),
+    ("PackedWeight", "CanonicalWeight"),
+    ("PackedWeight.codes", "CanonicalWeight.quantized"),
+    ("PackedWeight.rounds_inputs", "CanonicalWeight.quantizes_inputs"),
+)
 _GROUP_METHODS = ("read", "unlock_group", "evict_group", "count_evictable", "count_locked")
 
 RENAMES = tuple(
@@ -160,19 +168,16 @@ RENAMES = tuple(
         ("gemm_kernel/2", "gemm_kernel", "Product", "Gemm"),
         ("gemm_kernel/2", "gemm_kernel", "GroupedProduct", "GroupedGemm"),
         ("model/4", "batch", "HiddenStateTaps", "HiddenStateOutputs"),
+        ("model/4", "model", "finish()", "process_weights_after_loading()"),  # of any module of a model; the loader checks it, too
         ("attention_backend/4", "batch", "HostView.least_lens", "HostView.min_lens"),
         ("reasoning_parser/3", "parsing", "ReasoningParser(options)", "ReasoningParser(context, options)"),
         ("tool_call_parser/3", "parsing", "ToolCallParser(options)", "ToolCallParser(context, options)"),
-        ("weight_format/2", "weight_format", "Codes", "QuantType"),
-        ("weight_format/2", "weight_format", "WeightScheme.codes", "WeightScheme.quant_type"),
-        ("weight_format/2", "weight_format", "PackedWeight", "CanonicalWeight"),
-        ("weight_format/2", "weight_format", "PackedWeight.codes", "CanonicalWeight.quantized"),
-        ("weight_format/2", "weight_format", "PackedWeight.rounds_inputs", "CanonicalWeight.quantizes_inputs"),
         ("weight_format/2", "weight_format", "LayerFormat.decode", "LayerFormat.to_canonical"),
         ("weight_format/2", "weight_format", "LayerFormat.encode", "LayerFormat.quantize_weight"),
         ("weight_format/2", "weight_format", "LayerFormat.rounds", "LayerFormat.quantizes"),
         ("weight_format/2", "weight_format", "FormatCapabilities.codes", "FormatCapabilities.quant_types"),
         ("gemm_kernel/2", "gemm_kernel", "Speed.codes", "Speed.quant_type"),
+        *((f"{kind}/2", "weight_format", old, new) for kind in _QUANTIZATION for old, new in _WEIGHTS),
     )
 )
 

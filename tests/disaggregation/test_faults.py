@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.disaggregation.servers import Deployment, DividingRouter, ask, deploy, make_body, wait_empty
-from tests.entrypoints.serving import RunningServer, wait_until
+from tests.entrypoints.serving import RunningServer, list_children, wait_until
 
 pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.soak
@@ -86,8 +86,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def list_processes(server: RunningServer) -> list[psutil.Process]:
-    main = psutil.Process(server.process.pid)
-    return [main, *main.children(recursive=True)]
+    return [psutil.Process(server.process.pid), *list_children(server.process.pid, recursive=True)]
 
 
 @pytest.mark.parametrize("name", ["wire_flip", "slow"])

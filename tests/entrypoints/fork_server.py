@@ -10,9 +10,9 @@ test. The process that forks has one thread, no GPU and no state but its imports
 `tests.entrypoints.serving` and by tests that run programs; tests of starts themselves run the
 ordinary command.
 
-`python -m tests.entrypoints.fork_server SOCKET PADDING`: an order is one message, with the file
-descriptors of the standard streams and of a pipe on which the exit code is sent. PADDING is
-overwritten by the command line that `ps` shows.
+`python -m tests.entrypoints.fork_server SOCKET WITH_FRAME PADDING`: an order is one message, with
+the file descriptors of the standard streams and of a pipe on which the exit code is sent. PADDING
+is overwritten by the command line that `ps` shows.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ IMPORTED = (
     "frame.entrypoints.processes.build_engine",
     "tests.entrypoints.fake_engine",
 )
+# What frame imports, for programs that users write: they import modules of frame that no other has.
+THIRD_PARTY = ("fastapi", "httpx", "numpy", "prometheus_client", "pydantic", "pytest", "torch", "triton", "uvicorn", "yaml", "zmq")
 USERS_OF_START_PROCESS = ("frame.entrypoints.processes.deployment", "frame.plugins.launchers.local", "frame.plugins.launchers.rendezvous")
 OWN = ("FRAME_", "FAULT_FILE", "PYTEST_CURRENT_TEST", "LITELLM_", "LANGSMITH_")  # variables that no import reads
 PADDING = 8192  # bytes of a command line
@@ -97,13 +99,19 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-class ForkServer:
-    """Forks processes until this one ends. `environment`: that of its imports."""
+class CannotForkError(Exception):
+    """The fork server has ended, or has threads."""
 
-    def __init__(self, environment: Mapping[str, str], python: str = sys.executable) -> None:
+
+class ForkServer:
+    """Forks processes until this one ends. `environment`: that of its imports. with_frame: it
+    imports frame, too. `can_fork`: False once an order has failed; what it has forked runs on."""
+
+    def __init__(self, environment: Mapping[str, str], python: str = sys.executable, *, with_frame: bool = True) -> None:
+        self.can_fork = True
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [python, "-P", "-m", __name__, str(theirs.fileno()), "x" * PADDING]
+            command = [python, "-P", "-m", __name__, str(theirs.fileno()), str(int(with_frame)), "x" * PADDING]
             self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         self._lock = threading.Lock()
         atexit.register(self.close)
@@ -113,16 +121,21 @@ class ForkServer:
         self._process.wait()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], *, forks_children: bool = False) -> ForkedProcess:
-        """Start `python -m MODULE ARGUMENTS`."""
+        """Start `python -m MODULE ARGUMENTS`. Raises CannotForkError."""
         stderr, their_stderr = os.pipe()
         order = {"command": list(command), "environment": dict(environment), "folder": str(Path.cwd()), "forks_children": forks_children}
-        with Path(os.devnull).open("r+b", buffering=0) as null:
-            pid, code = self._send(order, (null.fileno(), null.fileno(), their_stderr))
-        os.close(their_stderr)
+        try:
+            with Path(os.devnull).open("r+b", buffering=0) as null:
+                pid, code = self._send(order, (null.fileno(), null.fileno(), their_stderr))
+        except CannotForkError:
+            os.close(stderr)
+            raise
+        finally:
+            os.close(their_stderr)
         return ForkedProcess(pid, code, os.fdopen(stderr, encoding="utf-8"))
 
     def run(self, order: Mapping[str, Any], timeout: float) -> subprocess.CompletedProcess[str]:
-        """As `subprocess.run` with captured text."""
+        """As `subprocess.run` with captured text. Raises CannotForkError."""
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, Path(os.devnull).open("rb") as null:
             pid, code = self._send(order, (null.fileno(), out.fileno(), errors.fileno()))
             process = ForkedProcess(pid, code, os.fdopen(os.dup(errors.fileno()), encoding="utf-8"))
@@ -141,11 +154,15 @@ class ForkServer:
     def _send(self, order: Mapping[str, Any], streams: tuple[int, int, int]) -> tuple[int, IO[bytes]]:
         """-> the process id, and the pipe of the exit code."""
         code, their_code = os.pipe()
-        with self._lock:
+        pid = 0
+        with self._lock, contextlib.suppress(ConnectionError):
             socket.send_fds(self._socket, [json.dumps(order).encode()], [*streams, their_code])
-            pid = int(self._socket.recv(100) or -1)
+            pid = int(self._socket.recv(100) or 0)
         os.close(their_code)
-        assert pid > 0, "the fork server has ended; standard error says why"
+        if not pid:
+            os.close(code)
+            self.can_fork = False
+            raise CannotForkError
         return pid, os.fdopen(code, "rb")
 
 
@@ -159,7 +176,8 @@ _starting = threading.Lock()
 
 def start_forked(command: Sequence[str], extra: Mapping[str, str], *, forks_children: bool = False) -> ForkedProcess | None:
     """A process that runs `command`, with `extra` variables; None for the first one with such
-    variables, and where processes cannot be forked so, as with other folders of modules.
+    variables, and where processes cannot be forked so, as with other folders of modules. Then the
+    caller runs the ordinary command.
     `forks_children`: what it starts once it has threads is forked too."""
     if list(command[:2]) != [sys.executable, "-m"] or sum(map(len, command)) > PADDING // 2:
         return None
@@ -167,7 +185,10 @@ def start_forked(command: Sequence[str], extra: Mapping[str, str], *, forks_chil
         return None
     environment = make_environment(extra)
     server = _find_server(sys.executable, environment)
-    return None if server is None else server.start(command, environment, forks_children=forks_children)
+    if server is not None:
+        with contextlib.suppress(CannotForkError):
+            return server.start(command, environment, forks_children=forks_children)
+    return None
 
 
 def run_forked(
@@ -177,27 +198,30 @@ def run_forked(
     cwd: Path | None = None,
     imports: Sequence[str] = (),
     paths: Sequence[str] = (),
+    with_frame: bool = True,
     timeout: float = 500.0,
 ) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` of a Python program (`-m MODULE`, `-c CODE` or a file) that is not itself
     under test, with captured text. The first one of a Python and an environment is not forked.
     `environment`: None: this process's; `imports`: modules to import once for all; `paths`: folders
-    to add to PYTHONPATH, whose modules change nothing that is imported here."""
+    to add to PYTHONPATH, whose modules change nothing that is imported here; with_frame: False for
+    a program that users write, which must import itself what it needs of frame."""
     environment = make_environment({}) if environment is None else environment
-    server = _find_server(command[0], environment)
+    server = _find_server(command[0], environment, with_frame=with_frame)
     if paths:
         environment = {**environment, "PYTHONPATH": os.pathsep.join((*paths, environment["PYTHONPATH"]))}
-    if server is None:
-        return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
-    order = {"command": list(command), "environment": dict(environment), "folder": str(cwd or Path.cwd())}
-    return server.run({**order, "imports": list(imports), "paths": list(paths)}, timeout)
+    if server is not None:
+        order = {"command": list(command), "environment": dict(environment), "folder": str(cwd or Path.cwd())}
+        with contextlib.suppress(CannotForkError):
+            return server.run({**order, "imports": list(imports), "paths": list(paths)}, timeout)
+    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def _find_server(python: str, environment: Mapping[str, str]) -> ForkServer | None:
+def _find_server(python: str, environment: Mapping[str, str], *, with_frame: bool = True) -> ForkServer | None:
     if not sys.platform.startswith("linux"):
         return None
     read = {name: value for name, value in environment.items() if not name.startswith(OWN)}
-    key = frozenset({*read.items(), ("", python)})
+    key = frozenset({*read.items(), ("", f"{python} {with_frame}")})
     with _starting:
         if key not in _seen:
             _seen[key] = None
@@ -206,15 +230,16 @@ def _find_server(python: str, environment: Mapping[str, str]) -> ForkServer | No
         if server is None:
             if sum(each is not None for each in _seen.values()) == MAX_SERVERS:
                 return None
-            server = _seen[key] = ForkServer(read, python)
-    return server
+            server = _seen[key] = ForkServer(read, python, with_frame=with_frame)
+    return server if server.can_fork else None
 
 
 # the process that forks ---------------------------------------------------------------------------
 
 
 def serve_orders(link: socket.socket) -> None:
-    """Fork for each order, and send the exit codes, until the other end is closed."""
+    """Fork for each order, and send the exit codes, until the other end is closed. An order is
+    refused, by the process id 0, once the imports of one have started a thread."""
     codes: dict[int, tuple[int, int]] = {}  # by the descriptor of a process: its id, and that of its exit code
     watched = select.poll()  # the link has the number that it has in the tests' process, maybe a large one
     watched.register(link, select.POLLIN)
@@ -237,22 +262,25 @@ def serve_orders(link: socket.socket) -> None:
             *streams, code = descriptors
             order = json.loads(data)
             import_modules(order.get("imports", ()))
-            assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"  # noqa: PTH208
-            pid = os.fork()
-            if not pid:
+            can_fork = len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208
+            pid = os.fork() if can_fork else 0
+            if can_fork and not pid:
                 run_order(order, streams)
             for each in streams:
                 os.close(each)
-            process = os.pidfd_open(pid)
-            watched.register(process, select.POLLIN)
-            codes[process] = (pid, code)
+            if can_fork:
+                process = os.pidfd_open(pid)
+                watched.register(process, select.POLLIN)
+                codes[process] = (pid, code)
+            else:
+                os.close(code)
             link.send(str(pid).encode())
 
 
 def import_modules(names: Iterable[str]) -> None:
     missing = [name for name in names if name not in sys.modules]
     for name in missing:
-        with contextlib.suppress(ImportError):  # it needs an optional package
+        with contextlib.suppress(Exception):  # the program that imports it says why
             importlib.import_module(name)
     if missing:
         gc.freeze()
@@ -264,6 +292,8 @@ def run_order(order: dict[str, Any], streams: Sequence[int]) -> None:
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
     sys.path[:0] = order.get("paths", ())
+    if "frame" not in sys.modules:
+        become(order["command"], streams)
     from frame.entrypoints.processes import early_process
     from frame.host import child_process
 
@@ -455,9 +485,12 @@ def show_command(command: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as orders:
-        keep_metadata()
-        for name in IMPORTED:
-            importlib.import_module(name)
-        http = importlib.import_module("frame.entrypoints.http")
-        import_modules(each.name for each in pkgutil.walk_packages(http.__path__, "frame.entrypoints.http."))
+        if int(sys.argv[2]):
+            keep_metadata()
+            for name in IMPORTED:
+                importlib.import_module(name)
+            http = importlib.import_module("frame.entrypoints.http")
+            import_modules(each.name for each in pkgutil.walk_packages(http.__path__, "frame.entrypoints.http."))
+        else:
+            import_modules(THIRD_PARTY)
         serve_orders(orders)

@@ -14,7 +14,15 @@ import httpx
 import psutil
 import pytest
 
-from tests.entrypoints.fork_server import PADDING, ForkedProcess, ForkServer, make_environment, run_forked, start_forked
+from tests.entrypoints.fork_server import (
+    PADDING,
+    CannotForkError,
+    ForkedProcess,
+    ForkServer,
+    make_environment,
+    run_forked,
+    start_forked,
+)
 from tests.entrypoints.serving import READY, RunningServer, wait_until
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="servers are forked on Linux only")
@@ -128,3 +136,23 @@ def test_a_program_has_its_words_folder_and_streams(tmp_path: Path) -> None:
     assert int(said) > PADDING
     with pytest.raises(subprocess.TimeoutExpired):
         run_forked([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.2)
+
+
+def test_a_server_that_has_threads_or_has_ended_is_replaced_by_the_ordinary_command(tmp_path: Path, checkpoint: Path) -> None:
+    (tmp_path / "threads.py").write_text("import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()")
+    say = [sys.executable, "-c", "print(len(open('/proc/self/cmdline').read()))"]
+    environment = make_environment({"FORKED": "threads", "PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}{tmp_path}"})
+    said = [int(run_forked(say, environment=environment, imports=imports).stdout) for imports in ((), (), ("threads",), ())]
+    assert [size > PADDING for size in said] == [False, True, False, False]
+    server = ForkServer(environment)
+    (forker,) = (each for each in psutil.Process().children() if each.pid == server._process.pid)
+    forker.kill()
+    forker.wait()
+    with pytest.raises(CannotForkError):
+        server.start(command_of(checkpoint), environment)
+    assert not server.can_fork
+
+
+def test_a_program_that_users_write_has_nothing_of_frame_before_it_imports_it() -> None:
+    text = "import sys; print([each for each in sys.modules if each.partition('.')[0] == 'frame'], 'torch' in sys.modules)"
+    assert [run_forked([sys.executable, "-c", text], with_frame=False).stdout for _ in range(2)] == ["[] False\n", "[] True\n"]

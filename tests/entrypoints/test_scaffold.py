@@ -77,7 +77,7 @@ def run(*command: str) -> None:
 
 def run_with(installed: Path, *arguments: str) -> str:
     """Run Python with the packages of a folder. -> its output."""
-    done = run_forked([sys.executable, *arguments], paths=[str(installed)], imports=("pytest",), timeout=500)
+    done = run_forked([sys.executable, *arguments], paths=[str(installed)], with_frame=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -147,7 +147,8 @@ def batch_of(step: int, slots: list[int], samples: list[bool], **more: Any) -> S
 def test_two_ranks_have_spans(checkpoint: Path) -> None:
     with collecting() as collector:
         flags = ("--otlp-endpoint", collector.url, "--tp", "2", "--threads", "1", "--max-model-len", "512", "--max-total-tokens", "1024")
-        with RunningServer(checkpoint, *flags, fake=False) as server:
+        # forked ranks have one hash seed; the ranks of users have not
+        with RunningServer(checkpoint, *flags, fake=False, forks_children=False) as server:
             headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
             body = {"prompt": "The quick brown", "max_tokens": 5, "ignore_eos": True}
             assert httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=60).status_code == 200

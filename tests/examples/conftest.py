@@ -33,6 +33,7 @@ class Environment:
     def run(self, *arguments: str | Path, check: bool = True, timeout: float = 500) -> subprocess.CompletedProcess[str]:
         command = [str(self.python), *map(str, arguments)]
         variables = {name: value for name, value in os.environ.items() if not name.startswith(("FRAME_", "PYTHON", "PYTEST_"))}
+        variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # no thread of an import; the fork server is a module of ROOT
         done = run_forked(command, environment=variables, timeout=timeout)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done

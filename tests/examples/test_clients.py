@@ -44,7 +44,7 @@ def chat(agent_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def run(name: str, *arguments: str | Path, fails: bool = False) -> str:
     command = [sys.executable, str(FOLDER / f"{name}.py"), *map(str, arguments)]
-    done = run_forked(command, imports=("openai",))
+    done = run_forked(command, imports=("openai",), with_frame=False)
     assert (done.returncode != 0) == fails, done.stderr
     return done.stdout
 

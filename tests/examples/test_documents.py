@@ -63,7 +63,7 @@ def find_block(example: Example) -> tuple[str, str]:
 
 def run(language: str, text: str, folder: Path) -> str:
     if language == "python":
-        done = run_forked([sys.executable, "-c", text], imports=("openai",), cwd=folder)
+        done = run_forked([sys.executable, "-c", text], imports=("openai",), with_frame=False, cwd=folder)
     else:
         done = subprocess.run(["sh", "-euc", text], capture_output=True, text=True, timeout=500, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr

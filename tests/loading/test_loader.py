@@ -7,16 +7,17 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from frame.core.errors import CheckpointError
+from frame.core.errors import CheckpointError, PluginError
 from frame.core.interfaces.platform import HOST
 from frame.loading import weight_stream
-from frame.loading.loader import allocate_parameters, expected_shapes, process_weights_after_loading
+from frame.loading.loader import allocate_parameters, expected_shapes, load_model, process_weights_after_loading
 from frame.loading.weight_reader import ReadAhead
 from frame.loading.weight_stream import WeightStream
 from frame.models.layers.parameter import Range, ShardedParameter, ShardRule
@@ -235,12 +236,21 @@ def test_multi_token_prediction_layers_are_ignored(tmp_path: Path) -> None:
     assert torch.equal(open_session(folder).step(PROMPT)[0], want)
 
 
-def test_the_former_name_of_the_hook_is_refused_with_the_new_one() -> None:
+def test_the_former_name_of_the_hook_is_refused_before_anything_is_loaded(folder: Path) -> None:
     class Old(nn.Module):
         def finish(self) -> None: ...
 
-    with pytest.raises(TypeError, match=r"Old\.finish is process_weights_after_loading now"):
-        process_weights_after_loading(nn.Sequential(Old()))
+    class Both(Old):
+        def process_weights_after_loading(self) -> None: ...
+
+    def load(module: nn.Module) -> None:
+        made: Any = nn.Sequential(module)
+        load_model(lambda: made, cast(Any, None), checkpoint_of(folder), lambda _: pytest.fail("it was taken", pytrace=False))
+
+    with pytest.raises(PluginError, match=r"Old was written for an earlier .* rename its finish\(\) to process_weights_after_loading\(\)"):
+        load(Old())
+    with pytest.raises(pytest.fail.Exception, match="it was taken"):
+        load(Both())
 
 
 def test_second_load_updates_the_model(folder: Path) -> None:

@@ -134,6 +134,9 @@ def test_an_import_of_a_moved_name_is_refused_with_the_new_one(old: str, new: st
 def test_every_version_between_asked_and_offered_is_described() -> None:
     assert describe_renames("model/2", "model/2") == describe_renames("model/4", "model/2") == describe_renames("x", "model/2") == ""
     assert "ModelFacts to ModelConfig" in describe_renames("model/1", "model/4")
+    assert "finish() to process_weights_after_loading()" in describe_renames("model/3", "model/4")
+    for kind in ("weight_format", "gemm_kernel"):  # which share the weight
+        assert "PackedWeight.codes to CanonicalWeight.quantized" in describe_renames(f"{kind}/1", f"{kind}/2")
 
 
 BOTH = "by weight_format/2 (hook register_weight_formats) and gemm_kernel/2 (hook register_gemm_kernels)"
@@ -167,7 +170,7 @@ def test_new_names_exist_and_old_ones_do_not(rename: Any) -> None:
     kind, _, version = rename.api.partition("/")
     assert 1 < int(version) <= KINDS[kind].version
     if "(" in rename.new or rename.new.startswith("register_"):
-        return  # a constructor's arguments, or a hook
+        return  # a constructor's arguments, a method of any module, or a hook
     (package,) = (each for each in INTERFACES if importlib.util.find_spec(f"{each}.{rename.module}"))
     page: Any = importlib.import_module(f"{package}.{rename.module}")
     for path, exists in ((rename.new, True), (rename.old, False)):

@@ -128,7 +128,7 @@ class Head(nn.Module):
             parameter.data.zero_()  # the rows that pad the vocabulary
 
     def process_weights_after_loading(self) -> None:
-        """Decode the loaded weights and select their GEMM."""
+        """Convert the loaded weights to canonical form and select their GEMM."""
         if self.weights is not None:
             self.gemm = self.weights.prepare_gemm()
         elif self._layout is None or not self._layout.quantizes:

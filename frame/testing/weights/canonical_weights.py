@@ -1,4 +1,4 @@
-"""Packed weights with random values, and the check that a weight has canonical form.
+"""Canonical weights with random values, and the check that a weight has canonical form.
 
 Used by the suites of weight formats and GEMM kernels and by tests. Depends on no plugin.
 """

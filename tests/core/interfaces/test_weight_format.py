@@ -1,4 +1,4 @@
-"""What formats and kernels share of packed weights."""
+"""What formats and kernels share of canonical weights."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.entrypoints.chaos.storm import processes, restarts
 from tests.entrypoints.chaos.test_processes import resolve
-from tests.entrypoints.serving import RunningServer, wait_until
+from tests.entrypoints.serving import RunningServer, list_children, wait_until
 
 FLAGS = (
     *("--max-model-len", "512", "--max-total-tokens", "8192", "--max-running-requests", "32", "--detokenizer-workers", "1"),
@@ -110,7 +110,7 @@ class Shortage:
         before = len(self.server.lines)
         if not with_files:
             self._main.rlimit(psutil.RLIMIT_NOFILE, (max(3, self._main.num_fds() - 64), self._files[1]))
-        children = self._main.children()
+        children = list_children(self._main.pid)
         if children:
             with suppress(psutil.NoSuchProcess):
                 self._random.choice(children).send_signal(self._random.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV)))
