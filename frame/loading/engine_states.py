@@ -98,7 +98,8 @@ class EngineStates:
     # commands -------------------------------------------------------------------------------------
 
     def _resume(self, control: Control) -> ControlReply:
-        has_stopped = self._stop_waiting("generation was continued before the running requests had ended")
+        # The pause of a restarted engine may wait for its first step's end.
+        has_stopped = self._stop_waiting("generation was continued before the pause", all_pauses=True)
         if self._paused is None and not has_stopped:
             state = "the engine is asleep: wake it" if self._released else DROPPED if self._lacks_weights else ""
             return _refuse(control, state or "the engine is not paused: pause it first")
@@ -156,9 +157,10 @@ class EngineStates:
     def _waits_for_requests(control: Control) -> bool:
         return control.action in ("pause", "sleep") and control.arguments.get("mode") == "wait"
 
-    def _stop_waiting(self, why: str) -> bool:
-        """Refuse the pauses that wait for running requests. -> whether there were any."""
-        stopped = [control for control in self._waiting if self._waits_for_requests(control)]
+    def _stop_waiting(self, why: str, *, all_pauses: bool = False) -> bool:
+        """Refuse what waits for running requests, and `all_pauses` that have not been carried out.
+        -> whether there were any."""
+        stopped = [each for each in self._waiting if self._waits_for_requests(each) or (all_pauses and each.action == "pause")]
         for control in stopped:
             self._waiting.remove(control)
             self._context.send(_refuse(control, why))

@@ -101,7 +101,7 @@ def test_int8_products_are_those_of_checkpoints_made_for_them() -> None:
     weight = make_weight(WeightScheme("int8"), 64, 128, dtype=torch.bfloat16)
     for name, tensor in weight.tensors.items():
         setattr(weight, name, tensor.to(DEVICE))
-    assert "does not round" in str(kernel.find_obstacle(weight))
+    assert "does not quantize activations" in str(kernel.find_obstacle(weight))
     weight.quantizes_inputs = True
     assert kernel.find_obstacle(weight) is None
     x = random(3, 128).bfloat16()

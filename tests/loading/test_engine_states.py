@@ -147,6 +147,18 @@ def test_a_pause_is_acknowledged_when_no_step_runs(states: States) -> None:
     assert states.command("server_info").data["preempted"] == 0
 
 
+def test_a_resume_withdraws_a_pause_that_waits(states: States) -> None:
+    """As that of a restarted engine, whose first step runs: it must not stop the engine afterwards."""
+    states.start(generate("a", params=LONG))
+    paused, resumed = states.send("pause", mode="keep"), states.send("resume")
+    gate_of(states).gate.set()
+    assert states.reply_to(resumed).ok
+    refused = states.reply_to(paused)
+    assert not refused.ok and "continued before the pause" in (refused.error or "")
+    assert len(states.finish("a")["a"][0]) == 40
+    assert not states.command("server_info").data["paused"]
+
+
 def test_messages_of_trainers_do_not_refuse_each_other(states: States) -> None:
     """They are carried out one after another; a folder beside them is refused."""
     states.start(generate("a", params=LONG))

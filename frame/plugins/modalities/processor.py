@@ -58,7 +58,11 @@ def load_image_processor(folder: Path) -> Any:
 
     stored = {**_read(folder / "preprocessor_config.json"), **(_read(folder / "processor_config.json").get("image_processor") or {})}
     if str(stored.get("image_processor_type")).startswith("Llama4ImageProcessor"):
-        return _load("image processor", folder, lambda: make_llama4_images().from_pretrained(folder, local_files_only=True))
+        return _load(
+            "image processor",
+            folder,
+            lambda: make_llama4_images().from_pretrained(folder, local_files_only=True, trust_remote_code=False),
+        )
     return _load(
         "image processor",
         folder,

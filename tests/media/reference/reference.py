@@ -109,7 +109,7 @@ class Reference:
         for item in items:
             for run in item.runs:
                 kinds[0, run.start : run.start + run.count] = 2 if item.modality == "video" else 1
-        if self.family != _OMNI and hasattr(self.model.model, "get_rope_index"):
+        if self.family != _OMNI and hasattr(getattr(self.model, "model", None), "get_rope_index"):
             inputs["mm_token_type_ids"] = kinds
         elif self.family.startswith("gemma"):
             inputs["token_type_ids" if self.family == "gemma3" else "mm_token_type_ids"] = kinds

@@ -109,7 +109,7 @@ async def test_a_batch_is_cancelled_from_another_server(tmp_path: Path, is_runni
         await wait_for(lambda: one.asked)
         other = await find(two, batch)
         await two.runner.cancel(other)
-        assert other.status == "cancelling"
+        assert other.status == "cancelling" or (is_running and other.status == "cancelled")
         assert two.asked == []
         if not is_running:
             one.die()
