@@ -148,7 +148,7 @@ def test_a_pause_is_acknowledged_when_no_step_runs(states: States) -> None:
 
 
 def test_a_resume_withdraws_a_pause_that_waits(states: States) -> None:
-    """As that of a restarted engine, whose first step runs: it must not stop the engine afterwards."""
+    """As that of a restarted engine, whose first step runs: it must not stop the engine later."""
     states.start(generate("a", params=LONG))
     paused, resumed = states.send("pause", mode="keep"), states.send("resume")
     gate_of(states).gate.set()
