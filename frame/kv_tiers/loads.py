@@ -155,7 +155,7 @@ class PrefixLoads:
             if wait.deadline is not None and self._set.clock() >= wait.deadline:
                 wait.computes = True
                 self.num_late += wait.lacks is not None and not wait.loaded  # else it waited for a place
-            elif self._may_help(wait):
+            elif self._should_look_up(wait):
                 self._look_up(request, wait)
         return wait.computes
 
@@ -183,7 +183,7 @@ class PrefixLoads:
         if not load.rids and not load.is_writing:
             self._abandon(load)
 
-    def _may_help(self, wait: Wait) -> bool:
+    def _should_look_up(self, wait: Wait) -> bool:
         """Whether a request that waits for room may have it, or needs it no more: another one loads
         its prefix, or a load has ended, which may have been it."""
         if wait.lacks is None or wait.missing in self._by_key or wait.num_ended != self._num_ended:

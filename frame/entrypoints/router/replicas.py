@@ -271,33 +271,33 @@ class Backends:
     async def _check(self, backend: Backend, *, is_suspect: bool) -> None:
         times = sorted(each.check_time for each in self.all if each.check_time >= 0)
         usual = max(backend.check_time, times[len(times) // 2] if times else 0.0)
-        longest = MIN_SILENCE if backend.state == "lost" else MAX_SILENCE  # a round waits for all of its checks
-        patience, started = max(MIN_SILENCE, self._interval, min(longest, SLOW_CHECK * usual)), time.monotonic()
-        answer = await self._wait_answer(backend, patience)
+        max_silence = MIN_SILENCE if backend.state == "lost" else MAX_SILENCE  # a round waits for all of its checks
+        patience, started = max(MIN_SILENCE, self._interval, min(max_silence, SLOW_CHECK * usual)), time.monotonic()
+        reply = await self._wait_reply(backend, patience)
         announced, reason = "", f"no answer to /health within {patience:.1f} s"
-        if isinstance(answer, httpx.Response):
-            reason = "" if answer.status_code == 200 else f"/health answers {answer.status_code}"
-            announced = answer.headers.get("x-frame-state", "")
-        elif answer is not None:
-            reason = f"{type(answer).__name__} {answer}".strip()
-        if answer is not None:
+        if isinstance(reply, httpx.Response):
+            reason = "" if reply.status_code == 200 else f"/health answers {reply.status_code}"
+            announced = reply.headers.get("x-frame-state", "")
+        elif reply is not None:
+            reason = f"{type(reply).__name__} {reply}".strip()
+        if reply is not None:
             backend.silent_since = math.inf
         state = "serving" if not reason else ANNOUNCED.get(announced)
-        if state is not None and isinstance(answer, httpx.Response):
-            self._note_health(backend, state, answer.headers)
+        if state is not None and isinstance(reply, httpx.Response):
+            self._note_health(backend, state, reply.headers)
             return
         if backend.state == "joining":  # it may still load its model
             return
-        if answer is None:
+        if reply is None:
             backend.silent_since = min(backend.silent_since, started)
             if self._may_be_late(backend, patience):
                 return
             is_suspect = is_suspect and backend.check_time < 0
         backend.failed_checks += 1
         if is_suspect or backend.failed_checks >= PATIENCE:
-            self.mark_lost(backend, reason, is_silent=answer is None)
+            self.mark_lost(backend, reason, is_silent=reply is None)
 
-    async def _wait_answer(self, backend: Backend, patience: float) -> httpx.Response | Exception | None:
+    async def _wait_reply(self, backend: Backend, patience: float) -> httpx.Response | Exception | None:
         """The answer to a new check, or a late one to an earlier check; None: there is none in
         time. Time in which this process was late does not count."""
         mine, checks, left = asyncio.create_task(self._ask_health(backend)), backend.checks, patience

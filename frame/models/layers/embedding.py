@@ -134,7 +134,7 @@ class Head(nn.Module):
         elif self._layout is None or not self._layout.quantizes:
             self.gemm = self._share_weight()
         else:
-            weight = self._round(self._layout)
+            weight = self._quantize(self._layout)
             built = build_gemm(self._context.gemm_kernels, [weight], self.name)
             for key in weight.tensors:
                 setattr(self, key, None)
@@ -158,7 +158,7 @@ class Head(nn.Module):
                 return choice.kernel.prepare(weight)
         return PlainGemm(self.weight)
 
-    def _round(self, layout: LayerFormat) -> CanonicalWeight:
+    def _quantize(self, layout: LayerFormat) -> CanonicalWeight:
         """The embedding's weight, quantized in parts to need little memory besides."""
         rows, inputs = self.weight.shape
         size = ROWS_ON_CPU if self.weight.device.type == "cpu" else _ROWS

@@ -83,8 +83,8 @@ class VideoModality(ProcessorModality):
         self._pace = float(settings.get("fps") or 2), float(settings.get("max_duration") or 300)
         self._min_frames, self._max_frames = int(settings.get("min_frames") or 4), int(settings.get("max_frames") or 768)
         self._max_frames = min(self._max_frames, context.limits.max_frames)
-        if self._max_frames < self._least_frames:
-            raise ConfigurationError(f"media.processor_options: max_frames of video must be {self._least_frames} at least.")
+        if self._max_frames < self._min_max_frames:
+            raise ConfigurationError(f"media.processor_options: max_frames of video must be at least {self._min_max_frames}.")
         self._scaling = _find_scaling(settings, images)
         tokenizer = load_tokenizer(context.folder)
         sizes = SimpleNamespace(merge_size=self._merge, temporal_patch_size=self._frames, patch_size=self._patch)
@@ -105,7 +105,7 @@ class VideoModality(ProcessorModality):
         return ("max_frames",) if self._kind == _GLM46 else ("fps", "max_frames")
 
     @property
-    def _least_frames(self) -> int:
+    def _min_max_frames(self) -> int:
         """The smallest `max_frames`."""
         return self._frames if self._is_glm else 1
 
@@ -148,7 +148,7 @@ class VideoModality(ProcessorModality):
         for options that cannot be used."""
         refuse_unknown(options, self._part_options)
         fps = number(options, "fps", 0.01, 240) or self._pace[0]
-        maximum = int(number(options, "max_frames", self._least_frames, self._max_frames) or self._max_frames)
+        maximum = int(number(options, "max_frames", self._min_max_frames, self._max_frames) or self._max_frames)
         if self._is_glm:
             chosen = _sample_glm46(size, self._frames) if self._kind == _GLM46 else _sample_glm(size, fps, self._pace[1])
             chosen = np.unique(np.minimum(chosen, size.frames - 1))
