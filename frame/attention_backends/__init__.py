@@ -16,7 +16,23 @@ from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequ
 from frame.core.interfaces.plugin import Reason
 from frame.registration import KindRegistry, PluginOptions, hookimpl
 
-TORCH_NATIVE = AttentionCapabilities(
+
+@dataclass(frozen=True, slots=True)
+class NativeCapabilities(AttentionCapabilities):
+    """invariant_on: the devices on which the backend is `batch_invariant`: PyTorch's products on a
+    GPU choose their sums by the number of rows."""
+
+    invariant_on: tuple[str, ...] = ("cpu",)
+
+    def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
+        reasons = AttentionCapabilities.unsupported(self, requirements)
+        if self.batch_invariant and requirements.deterministic and requirements.device not in self.invariant_on:
+            sentence = f"its results do not depend on the other rows of a batch on {', '.join(self.invariant_on)} alone"
+            reasons.append(Reason(sentence, "execution.deterministic: false"))
+        return reasons
+
+
+TORCH_NATIVE = NativeCapabilities(
     devices=("cpu", "cuda"),
     kinds=("mha", "mla"),
     latent_heads=True,

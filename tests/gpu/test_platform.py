@@ -74,6 +74,6 @@ def test_dropped_weights_are_zeros_and_what_lies_beside_them_stays() -> None:
     with platform.tag_allocations("kv_cache"):
         pool = torch.ones(1 << 20, device="cuda")
     platform.release_tag("weights", [weights], keeps_values=False)
-    assert platform._copy.num_bytes < weights.nbytes
+    assert sum(len(copy) for _, copy in platform._copy._parts) < weights.nbytes  # pieces of earlier tests stay allocated
     platform.map_tag("weights", [weights])
     assert not weights.any() and torch.equal(table.cpu(), torch.arange(1 << 20)) and bool(pool.all())

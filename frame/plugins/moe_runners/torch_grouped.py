@@ -29,5 +29,5 @@ class TorchGrouped(MoERunner):
         rows = F.grouped_mm(activate(experts, gates, ids), down.transpose(1, 2), offs=ends)
         if (bias := getattr(experts, "down_bias", None)) is not None:
             rows = rows + bias.index_select(0, ids)
-        pairs = torch.empty_like(rows).index_copy_(0, order, rows).view(count, top, -1)
+        pairs = torch.empty_like(rows).index_copy_(0, order, rows).view(count, top, rows.shape[1])
         return torch.einsum("tkh,tk->th", pairs.float(), tokens.weights).to(tokens.x.dtype)

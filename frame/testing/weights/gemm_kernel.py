@@ -268,14 +268,14 @@ class Case:
 
 
 def _check_types(cases: Sequence[Case]) -> None:
-    """Of each type that it has a speed for, the kernel multiplies some weight."""
+    """Of each type that it has a speed for, the kernel multiplies some weight, of a layer or of experts."""
     obstacles: dict[str, dict[str, str]] = {}
     taken = set()
     for case in cases:
-        for outputs, inputs in ((OUTPUTS, INPUTS), (4096, 4096)):
+        for outputs, inputs, experts in ((OUTPUTS, INPUTS, 0), (4096, 4096, 0), (OUTPUTS, INPUTS, 3)):
             if case.scheme.quant_type not in taken:
                 try:
-                    case.make(outputs, inputs)
+                    case.make(outputs, inputs, experts)
                     taken.add(case.scheme.quant_type)
                 except SkipCheck as obstacle:
                     obstacles.setdefault(case.scheme.quant_type, {})[str(obstacle)] = f"{case.scheme}, {outputs} x {inputs}"
