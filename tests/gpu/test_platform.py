@@ -42,6 +42,7 @@ def test_waiting_for_the_device_is_found() -> None:
     assert 0 < memory.free < memory.total and memory.peak > 0 and memory.reserved == platform.count_reserved()
 
 
+@pytest.mark.alone
 def test_tagged_memory_is_released() -> None:
     pytest.importorskip("torch_memory_saver")
     platform = open_platform("cuda")
