@@ -19,6 +19,7 @@ from torch import nn
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.platform import SupportsStreams
+from frame.models.encoder_attention import replace_attention
 from frame.models.layer_pauses import compute_by_layer
 from frame.models.layers.decoder import Decoder
 
@@ -80,6 +81,7 @@ class TransformersEncoders(nn.Module):
         self._platform = context.platform
         self.model: Any = _build_model(context.model_config, context.dtype)
         self.family = str(self.model.config.model_type)
+        replace_attention(self.model, context.device, context.dtype)
 
     def rename_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
         """The tensors, those of the encoders under the names of their parameters. transformers 4
