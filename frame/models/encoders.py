@@ -20,6 +20,7 @@ from torch import nn
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.platform import SupportsStreams
 from frame.models.encoder_attention import replace_attention
+from frame.models.encoder_modules import replace_modules
 from frame.models.layer_pauses import compute_by_layer
 from frame.models.layers.decoder import Decoder
 
@@ -172,6 +173,7 @@ def _build_model(model_config: ModelConfig, dtype: torch.dtype) -> Any:
     config = transformers.CONFIG_MAPPING[kind].from_dict(stored)
     model = transformers.AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
     del model.language_model
+    replace_modules(model)
     for module in model.modules():
         if hasattr(module, "conv_chunksize"):  # what a chunk's convolutions make is larger than what the memory plan counts
             module.conv_chunksize = min(module.conv_chunksize, _MAX_CHUNKS)

@@ -20,7 +20,14 @@ from tests.models.media_checkpoints import FAMILIES
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOLERANCE = 0.01  # of bfloat16, relative to the largest value
 LENGTHS = ((130, 1, 64), (3,), (65, 128))
-SMALL_TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+SMALL_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+}
 TOWERS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v")
 
 

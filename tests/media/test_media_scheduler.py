@@ -403,3 +403,23 @@ def test_steps_of_text_carry_nothing() -> None:
     assert (batch.encodes, batch.media_rows, batch.rotary_positions, batch.media_spans) == ([], None, None, None)
     rig._in_flight.append((batch, rig.runner.launch(batch)))
     rig.run()
+
+
+def test_steps_beside_decodes_are_bounded_at_nine_tenths_of_the_load() -> None:
+    """An image costs 96 tokens and has a prompt of 16, and time goes on by what a step has: no step
+    has more than a third of an image and a prompt's chunk, and no image waits for ever."""
+    rig = make_streams(cost=EncoderCost(num_layers=24, patch=4.0, pair=0.0), table_rows=256, max_tokens=200, max_context=300)
+    time, sent, seen = 0.0, 0, list[tuple[float, int]]()
+    while sent < 12 or len(rig.encoded) < 12:
+        while sent < 12 and sent * (96 + 16 + 5 * 4) / 0.9 <= time:  # five steps an image
+            add_image(rig, f"image-{sent}")
+            sent += 1
+        batch = advance(rig)
+        assert batch.num_decodes >= 1
+        layers = sum((order.stop_layer or 24) - order.first_layer for order in batch.encodes if order.first_layer >= 0)
+        seen.append((layers * 96 / 24, len(batch.token_ids)))
+        time += sum(seen[-1]) + 4
+    assert max(encoded for encoded, _ in seen) == 32
+    assert max(encoded + tokens for encoded, tokens in seen) <= 32 + 8
+    rig.run()
+    assert rig.media._num_divided == 12
