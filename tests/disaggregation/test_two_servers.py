@@ -33,7 +33,7 @@ def body_of(number: int) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": f"{number} {text}"}]}
 
 
-@pytest.mark.parametrize("num_requests", [100, pytest.param(300, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_requests", [40, pytest.param(300, marks=pytest.mark.soak)])
 def test_outputs_are_those_of_one_server(servers: Deployment, num_requests: int) -> None:
     """Temperatures 0 and 1, streamed and not, text and chat; usage too."""
 
@@ -48,7 +48,7 @@ def test_outputs_are_those_of_one_server(servers: Deployment, num_requests: int)
         list(pool.map(compare, range(num_requests)))
     assert servers.router.metric("frame_router_prefills_total") >= num_requests // 2
     assert servers.decode.metric("frame_kv_transfers_total") > num_requests // 4
-    assert servers.decode.metric("frame_kv_tier_loaded_tokens_total") > 1000
+    assert servers.decode.metric("frame_kv_tier_loaded_tokens_total") > 10 * num_requests
     wait_empty(servers.prefill)
     wait_until(lambda: servers.decode.metric("frame_kv_tier_requests_waiting") == 0)
 
@@ -125,9 +125,9 @@ def test_a_lease_that_no_decode_server_reads_expires(servers: Deployment) -> Non
 def test_a_server_is_killed_under_streams(servers: Deployment, role: str) -> None:
     """Every response is that of one server, or an error that names the cause; then a new server
     takes the place of the killed one."""
-    bodies = [make_body(3000 + number + 100 * (role == "decode"), max_tokens=100, stream=number % 4 != 0) for number in range(16)]
+    bodies = [make_body(3000 + number + 100 * (role == "decode"), max_tokens=60, stream=number % 4 != 0) for number in range(8)]
     victim = getattr(servers, role)
-    with ThreadPoolExecutor(16) as pool:
+    with ThreadPoolExecutor(8) as pool:
         expected = list(pool.map(partial(ask, servers.whole), bodies))
         running = [pool.submit(ask, servers.router, body) for body in bodies]
         wait_until(lambda: victim.metric("frame_requests_running") >= 1 or any(each.done() for each in running), 60.0)

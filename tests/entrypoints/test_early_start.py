@@ -71,7 +71,8 @@ def test_it_ends_when_the_start_is_refused(flags: tuple[str, ...], status: int) 
         assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+# SIGINT and SIGTERM have one handler: test_start_signals.py
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM, signal.SIGKILL])
 def test_it_ends_with_a_start_that_is_stopped(number: signal.Signals) -> None:
     with starting() as (process, child):
         wait_until(lambda: len(early_processes(process.pid)) == 1 or process.poll() is not None)  # it may not run its program yet
@@ -81,6 +82,7 @@ def test_it_ends_with_a_start_that_is_stopped(number: signal.Signals) -> None:
         wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
+@pytest.mark.exhaustive  # a killed one is not taken: test_early_process.py
 def test_the_start_goes_on_without_it() -> None:
     with serving() as process:
         # The main process has not read the configuration when its first child appears.

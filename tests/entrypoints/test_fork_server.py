@@ -81,6 +81,7 @@ def test_its_refusal_has_a_code_and_a_sentence(checkpoint: Path) -> None:
     assert "--no-such-flag" in process.stderr.read()
 
 
+@pytest.mark.exhaustive  # imports of a fork server; all tests of servers are slower without one
 def test_it_is_forked_where_many_files_are_open(checkpoint: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -97,6 +98,7 @@ def test_it_is_forked_where_many_files_are_open(checkpoint: Path) -> None:
     server.close()
 
 
+@pytest.mark.exhaustive  # imports of three servers; test_weight_updates.py restarts such a child
 def test_children_of_a_server_with_threads_are_forked_and_are_its_own(checkpoint: Path) -> None:
     start(command_of(checkpoint, "--no-such-flag")).wait(30)  # the next one with this environment is forked
     with RunningServer(checkpoint, "--max-model-len", "64", "--detokenizer-workers", "1") as server:
@@ -138,6 +140,7 @@ def test_a_program_has_its_words_folder_and_streams(tmp_path: Path) -> None:
         run_forked([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.2)
 
 
+@pytest.mark.exhaustive  # imports of three servers; the other tests here begin with the ordinary command
 def test_a_server_that_has_threads_or_has_ended_is_replaced_by_the_ordinary_command(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "threads.py").write_text("import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()")
     say = [sys.executable, "-c", "print(len(open('/proc/self/cmdline').read()))"]
@@ -153,6 +156,7 @@ def test_a_server_that_has_threads_or_has_ended_is_replaced_by_the_ordinary_comm
     assert not server.can_fork
 
 
+@pytest.mark.exhaustive  # imports of a fork server; test_documents.py runs such programs
 def test_a_program_that_users_write_has_nothing_of_frame_before_it_imports_it() -> None:
     text = "import sys; print([each for each in sys.modules if each.partition('.')[0] == 'frame'], 'torch' in sys.modules)"
     assert [run_forked([sys.executable, "-c", text], with_frame=False).stdout for _ in range(2)] == ["[] False\n", "[] True\n"]

@@ -15,6 +15,7 @@ site_hooks = pytest.importorskip("scripts.site_hooks", reason="the site needs th
 ASSET = re.compile(r"""<(?:script|link|img|iframe)[^>]+(?:src|href)=["'](?:https?:)?//""")
 
 
+@pytest.mark.exhaustive  # as `make docs` before a release; links: tests/architecture/test_documents.py
 @pytest.mark.slow
 def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]

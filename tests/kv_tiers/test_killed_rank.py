@@ -33,8 +33,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
     return Texts(tmp_path_factory.mktemp("model"))
 
 
+# tp: tests/entrypoints/offline/test_engine.py kills such a rank
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [("--tp", "2"), ("--pp", "2")], ids=["tp", "pp"])
+@pytest.mark.parametrize("parallel", [pytest.param(("--tp", "2"), marks=pytest.mark.exhaustive), ("--pp", "2")], ids=["tp", "pp"])
 def test_texts_are_equal_when_a_follower_is_killed(parallel: tuple[str, str], texts: Texts) -> None:
     storm, expected = texts.storm, texts.expected
     flags = (*FLAGS, *TIERS, *parallel, "--max-total-tokens", "512")

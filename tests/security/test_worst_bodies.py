@@ -47,7 +47,7 @@ NO_BODY = (
     *("/pause", "/resume", "/sleep", "/wake_up", "/get_world_size", "/cancel_weight_update"),
 )
 CONTEXT = 8192
-SPARSE = 30  # of so many bodies one is sent, in short runs
+SPARSE, LESS_SPARSE = 90, 30  # of so many bodies one is sent, in short runs
 
 # required field -> a valid value
 MINIMUM: dict[str, Any] = {
@@ -332,7 +332,11 @@ def refuse(*arguments: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("pooled", [False, True], ids=["generating", "pooling"])
-@pytest.mark.parametrize("step", [SPARSE, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "step",
+    [SPARSE, pytest.param(LESS_SPARSE, marks=pytest.mark.exhaustive), pytest.param(1, marks=pytest.mark.soak)],
+    ids=["few", "some", "all"],
+)
 async def test_worst_bodies(pooled: bool, step: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In short runs, each route gets other bodies than the route before."""
     if pooled:  # up to the engine; the fake engine returns no vectors

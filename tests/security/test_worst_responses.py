@@ -134,6 +134,8 @@ LOGPROBS: dict[str, tuple[str, dict[str, Any]]] = {
     "generate stream": ("/generate", {"return_logprob": True, "top_logprobs_num": TOP, "logprob_start_len": 0, "stream": True,
                                       "input_ids": [5] * 2000, "sampling_params": {"max_new_tokens": 1}}),
 }  # fmt: skip
+FEW = ("chat", "completion stream", "echo", "many light choices", "generate stream")  # of each route, streamed and not
+FEW_POOLED = ("embeddings", "base64", "cohere")
 POOLED: dict[str, tuple[str, dict[str, Any]]] = {
     "embeddings": ("/v1/embeddings", {}),
     "base64": ("/v1/embeddings", {"encoding_format": "base64"}),
@@ -191,9 +193,10 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replies]:
     gc.unfreeze()
 
 
-async def test_log_probabilities(replies: Replies) -> None:
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(LOGPROBS), marks=pytest.mark.exhaustive)], ids=["few", "all"])
+async def test_log_probabilities(replies: Replies, names: tuple[str, ...]) -> None:
     async with serving({"model": {"max_context": 2 * PROMPT}, "cache": {"max_total_tokens": 4 * PROMPT}}) as server:
-        assert await stalls_of(server, LOGPROBS, 500_000) == {}
+        assert await stalls_of(server, {name: LOGPROBS[name] for name in names}, 500_000) == {}
         whole = (await server.post(*with_body("chat"))).json()
         assert len(whole["choices"]) == CHOICES and whole["usage"]["completion_tokens"] == CHOICES * TOKENS
         tops = whole["choices"][-1]["logprobs"]["content"][-1]["top_logprobs"]
@@ -213,10 +216,11 @@ async def test_responses_and_their_store(replies: Replies) -> None:
         assert await stalls_of(server, cases, 500_000) == {}
 
 
-async def test_vectors(replies: Replies) -> None:
+@pytest.mark.parametrize("names", [FEW_POOLED, pytest.param(tuple(POOLED), marks=pytest.mark.exhaustive)], ids=["few", "all"])
+async def test_vectors(replies: Replies, names: tuple[str, ...]) -> None:
     replies.width = WIDTH
     async with serving({"model": {"task": "embed"}}) as server:
-        assert await stalls_of(server, POOLED, 4 * INPUTS * WIDTH) == {}
+        assert await stalls_of(server, {name: POOLED[name] for name in names}, 4 * INPUTS * WIDTH) == {}
         reply = (await server.post("/v1/embeddings", body_of(*POOLED["embeddings"]))).json()
         assert [len(each["embedding"]) for each in reply["data"]] == [WIDTH] * INPUTS
 

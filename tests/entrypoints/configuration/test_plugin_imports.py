@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from frame.entrypoints.configuration.plugin_imports import load_apart
 from frame.entrypoints.configuration.prepare import prepare
 from frame.plugins.loader import load_registry
 from frame.plugins.registry import Registry
+from tests.entrypoints.fork_server import run_forked
 
 KIND = "scheduling_policy"
 
@@ -30,9 +29,8 @@ KIND = "scheduling_policy"
 )
 def test_a_plugin_that_does_not_load_is_named(body: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "m_import.py").write_text(body)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", "from tests.entrypoints.configuration.test_plugin_imports import load_mine; load_mine()"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    done = run_forked(command, paths=[str(tmp_path)])
     assert done.stdout.startswith(words), done.stderr
 
 
@@ -52,7 +50,7 @@ def load_mine() -> None:
 
 def test_what_loads_is_not_imported_here() -> None:
     program = "from tests.entrypoints.configuration.test_plugin_imports import load_all; load_all()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, check=False)
+    done = run_forked([sys.executable, "-c", program])
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 

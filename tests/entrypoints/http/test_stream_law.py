@@ -38,7 +38,7 @@ from tests.entrypoints.submitting import submit_request
 from tests.plugins.tool_call_parsers.texts import FUNCTIONS, THOUGHTS, WORDS, WRITERS, damaged, some_calls
 from tests.text.test_detokenizer import byte_fallback
 
-CASES, ALL_CASES, BLOCK = 200, 10_000, 500
+CASES, ALL_CASES, BLOCK = 60, 10_000, 500
 TOOLS = [{"type": "function", "function": {"name": f.name, "parameters": f.parameters}} for f in FUNCTIONS]
 NOISE = "ab é日🙂\u0301\n\t<>[]{}\"'\\|`:,=()/_0"
 REGISTRY = load_registry(installed=False)

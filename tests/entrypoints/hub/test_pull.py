@@ -234,6 +234,15 @@ def test_another_process_downloads_the_same(hub: Hub, files: dict[str, bytes]) -
 @pytest.mark.slow
 def test_a_server_downloads_when_asked(hub: Hub) -> None:
     flags = ("--max-model-len", "256", "--max-total-tokens", "2048")
+    with RunningServer(Path("org/tiny"), "--download", *flags, fake=False) as server:
+        assert [model["id"] for model in server.get("/v1/models")["data"]] == ["org/tiny"]
+        assert server.post("/v1/completions", {"model": "org/tiny", "prompt": "a", "max_tokens": 1}).status_code == 200
+    assert any(f"org/tiny is commit {COMMIT}" in line for line in server.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive  # test_an_engine_downloads_when_asked is refused alike, test_offline finds the snapshot
+def test_a_server_downloads_nothing_that_it_was_not_asked_for(hub: Hub) -> None:
     refused = subprocess.run(
         [sys.executable, "-m", "frame", "serve", "--model", "org/tiny", "--port", "0"],
         capture_output=True,
@@ -244,12 +253,11 @@ def test_a_server_downloads_when_asked(hub: Hub) -> None:
     assert refused.returncode == 78
     assert "run `frame pull org/tiny`, or add --download" in refused.stderr
     assert hub.requests == []
-    with RunningServer(Path("org/tiny"), "--download", *flags, fake=False) as server:
-        assert [model["id"] for model in server.get("/v1/models")["data"]] == ["org/tiny"]
-        assert server.post("/v1/completions", {"model": "org/tiny", "prompt": "a", "max_tokens": 1}).status_code == 200
-    assert any(f"org/tiny is commit {COMMIT}" in line for line in server.lines)
+    pull(NAME)
     hub.status = 500
-    with RunningServer(Path("org/tiny"), *flags, fake=False, env={"HF_HUB_OFFLINE": "1"}) as server:
+    with RunningServer(
+        Path("org/tiny"), "--max-model-len", "256", "--max-total-tokens", "2048", fake=False, env={"HF_HUB_OFFLINE": "1"}
+    ) as server:
         assert server.ready()
 
 

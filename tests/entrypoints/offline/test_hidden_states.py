@@ -83,7 +83,7 @@ def test_the_bound_is_checked_before_anything_runs(llama: Any, monkeypatch: pyte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("ranks", [pytest.param({"tp": 2}, marks=pytest.mark.exhaustive), {"pp": 2}])  # ranks of tp have the same states
 def test_states_of_several_ranks(ranks: dict[str, int], tmp_path: Path) -> None:
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
     model = load_reference(folder)

@@ -109,6 +109,7 @@ def test_each_rank_takes_a_standby_of_its_role(command: list[str], tmp_path: Pat
         assert each is not None and each.communicate(b"\n", timeout=30)[0] is None
 
 
+@pytest.mark.exhaustive  # without torch: test_each_rank_takes_a_standby_of_its_role
 @pytest.mark.slow
 def test_restarted_ranks_are_processes_that_have_imported_torch() -> None:
     sections = {"model": {"path": EMBEDDED, "load_format": "dummy", "skip_tokenizer_init": True}, "execution": {"device": "cpu"}}

@@ -1,5 +1,5 @@
-"""Three servers of the embedded model in float32, as processes, behind `frame router`: 64 streams
-of all routes and features that move, while servers are killed, stopped and drained. Every text, id,
+"""Three servers of the embedded model in float32, as processes, behind `frame router`: streams of
+all routes and features that move, while servers are killed, stopped and drained. Every text, id,
 usage and finish reason is that of an undisturbed run."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 from tests.entrypoints.router.fleet import PATIENCE, FleetRouter, Stream, make_streams, read_all, start_server
 from tests.entrypoints.serving import RunningServer, wait_until
 
-STREAMS = 64
+KINDS, STREAMS = 16, 64  # one stream of each kind in the short form, four in the long one
 LENGTH = 40  # tokens
 DRAFTS = ("--speculative-algorithm", "ngram", "--speculative-num-steps", "3")
 ADMIN = "the key of the operators"
@@ -31,21 +31,21 @@ ADMIN = "the key of the operators"
 
 def make_compiling() -> list[Stream]:
     """Short streams that compile the grammars of the others."""
-    return [stream for stream in make_streams(16, 4) if "response_format" in stream.body or "tools" in stream.body]
+    return [stream for stream in make_streams(KINDS, 4) if "response_format" in stream.body or "tools" in stream.body]
 
 
 class Fleet:
     """Three servers, and a router that finds them by a file. `expected`: the contents of `streams`
     from one server without drafts. `has_drafts`: of the servers."""
 
-    def __init__(self, file: Path, *flags: str, has_drafts: bool = False) -> None:
+    def __init__(self, file: Path, *flags: str, streams: int = STREAMS, has_drafts: bool = False) -> None:
         self._server_flags = DRAFTS if has_drafts else ()
         with ThreadPoolExecutor(3) as pool:
             self.servers = list(pool.map(lambda _: start_server(0, *self._server_flags), range(3)))
         file.write_text("".join(f"{server.url}\n" for server in self.servers))
         self.router = FleetRouter("--discover", str(file), "--admin-port", "0", "--admin-key", ADMIN, *flags)
         self.doomed: FleetRouter | None = None  # one that ends while half of the streams use it
-        self.streams = make_streams(STREAMS, LENGTH)
+        self.streams = make_streams(streams, LENGTH)
         with ThreadPoolExecutor(3) as pool:  # the others start their processes for grammars meanwhile
             warming = [pool.submit(read_all, make_compiling(), server.url) for server in self.servers[1:]]
             self.expected = self._expect(has_drafts)
@@ -67,8 +67,8 @@ class Fleet:
             if seen[0] >= share * total:
                 acted.set()
 
-        with ThreadPoolExecutor(STREAMS) as pool:
-            tasks = [pool.submit(self._read, number, count) for number in range(STREAMS)]
+        with ThreadPoolExecutor(len(self.streams)) as pool:
+            tasks = [pool.submit(self._read, number, count) for number in range(len(self.streams))]
             assert acted.wait(PATIENCE)
             act()
             found = [task.result(PATIENCE).content for task in tasks]
@@ -104,7 +104,7 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path_factory.mktemp("fleet") / "replicas")
+    fleet = Fleet(tmp_path_factory.mktemp("fleet") / "replicas", streams=KINDS)
     yield fleet
     fleet.stop()
 

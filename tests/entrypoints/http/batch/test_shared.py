@@ -215,8 +215,8 @@ def test_changes_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 # processes ----------------------------------------------------------------------------------------
 
-NUM_LINES = 120
-STEP = {"FRAME_FAKE_STEP": "0.002"}
+NUM_LINES = 60
+STEP = {"FRAME_FAKE_STEP": "0.005"}
 
 
 @pytest.fixture(scope="module")

@@ -130,7 +130,7 @@ def test_a_seed_repeats_a_text(audio: Any) -> None:
     fields = {"model": MODEL, "file": file, "language": "en", "temperature": 1.0}
     one, two = (audio.transcriptions.create(**fields, extra_body={"seed": 7, "cache_salt": salt}) for salt in "ab")
     assert one.text == two.text
-    others = {audio.transcriptions.create(**fields, extra_body={"seed": seed}).text for seed in range(4)}
+    others = {audio.transcriptions.create(**fields, extra_body={"seed": seed}).text for seed in range(2)}
     assert len(others) > 1
 
 

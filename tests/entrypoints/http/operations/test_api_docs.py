@@ -3,23 +3,30 @@ leads nowhere."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
 import jsonschema
 import msgspec
+import pytest
 
 from tests.entrypoints.inprocess import serving
 from tests.entrypoints.published import ROUTES
 
 
-async def description() -> Any:
-    async with serving() as server:
-        return (await server.request("GET", "/openapi.json")).json()
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """The description."""
+
+    async def ask() -> Any:
+        async with serving() as server:
+            return (await server.request("GET", "/openapi.json")).json()
+
+    return asyncio.run(ask())
 
 
-async def test_every_route_is_described() -> None:
-    found = await description()
+def test_every_route_is_described(found: Any) -> None:
     described = {(path, method.upper()) for path, methods in found["paths"].items() for method in methods}
     assert described == {(re.sub(r":\w+}", "}", route.path), method) for route in ROUTES for method in route.methods}
     assert [route.path for route in ROUTES if not route.endpoint.__doc__] == [], "the handler's docstring is the description"
@@ -29,8 +36,7 @@ async def test_every_route_is_described() -> None:
     assert all(operation["description"] for operation in operations)
 
 
-async def test_references_lead_somewhere_and_schemas_are_schemas() -> None:
-    found = await description()
+def test_references_lead_somewhere_and_schemas_are_schemas(found: Any) -> None:
     schemas = found["components"]["schemas"]
     text = msgspec.json.encode(found).decode()
     assert set(re.findall(r'"#/components/schemas/([\w.-]+)"', text)) <= set(schemas)
@@ -39,8 +45,7 @@ async def test_references_lead_somewhere_and_schemas_are_schemas() -> None:
     assert schemas["ChatRequest"]["required"] == ["messages"]
 
 
-async def test_bodies_and_parameters_have_schemas() -> None:
-    found = await description()
+def test_bodies_and_parameters_have_schemas(found: Any) -> None:
     for route in ROUTES:
         path = re.sub(r":\w+}", "}", route.path)
         for method in route.methods:
@@ -50,8 +55,7 @@ async def test_bodies_and_parameters_have_schemas() -> None:
             assert {one["name"] for one in operation.get("parameters", ())} == named, path
 
 
-async def test_routes_say_whether_they_need_a_key() -> None:
-    found = await description()
+def test_routes_say_whether_they_need_a_key(found: Any) -> None:
     assert found["security"] == [{}, {"bearer": []}, {"key": []}]
     assert found["paths"]["/health"]["get"]["security"] == []
     assert "security" not in found["paths"]["/v1/completions"]["post"]
