@@ -23,14 +23,11 @@ import pytest
 
 from frame.plugins.loader import load_registry
 from tests.architecture.source import PACKAGE, ROOT
-from tests.entrypoints.fork_server import run_forked
 from tests.entrypoints.serving import RunningServer
 
 # Runs commands and requests over the copy, in one process. Arguments: commands, "--", paths.
 PROBE = """
 import asyncio, sys
-FOLDER = sys.argv.pop(1)
-sys.dont_write_bytecode, sys.pycache_prefix = False, f"{FOLDER}/bytecode"  # the next set's process is faster
 from click.testing import CliRunner
 import frame
 from frame.entrypoints.cli.main import cli
@@ -38,7 +35,7 @@ from tests.entrypoints.inprocess import serving
 cut = sys.argv.index("--")
 commands, paths = sys.argv[1:cut], sys.argv[cut + 1:]
 chat = {"model": "", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-assert frame.__file__.startswith(FOLDER), frame.__file__  # the copy
+assert frame.__file__.startswith(sys.path[0]), frame.__file__  # the copy
 output = CliRunner().invoke(cli, ["--help"]).output
 assert "  serve " in output, output
 for name in commands:
@@ -150,7 +147,7 @@ def deleted(tree: Path, *rooms: Room) -> Iterator[None]:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """Of a server that imports the copy."""
+    """Of a process that imports the copy. It keeps bytecode: the next room's process is faster."""
     paths = os.pathsep.join(map(str, (tree, ROOT)))
     return {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tree / "bytecode"), "OMP_NUM_THREADS": "1"}
 
@@ -165,8 +162,8 @@ def run_without(tree: Path, *names: str) -> None:
     commands = [each for room in rooms for each in room.commands]
     paths = [each for room in rooms for each in room.paths]
     with deleted(tree, *rooms):
-        command = [sys.executable, "-P", "-c", PROBE, str(tree), *commands, "--", *paths]
-        done = run_forked(command, cwd=tree, paths=[str(tree)], with_frame=False)
+        command = [sys.executable, "-P", "-c", PROBE, *commands, "--", *paths]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment(tree)}, timeout=500, check=False)
     assert done.returncode == 0, f"{names}: {done.stderr[-3000:]}"
 
 

@@ -33,7 +33,7 @@ ASKED: list[dict[str, Any]] = [
     {"choice": ["red", "green", "blue"]},
     {},
 ]
-KEYS: dict[str, Any] = {"dtype": "float32", "threads": 1, "sampling_grammar_workers": 0, "max_model_len": 256, "max_running_requests": 6}
+KEYS: dict[str, Any] = {"dtype": "float32", "threads": 1, "sampling_grammar_workers": 0, "max_model_len": 256, "max_running_requests": 8}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"grammar_jump_forward": 0},
     "forced tokens": {"grammar_jump_forward": 2},
@@ -45,8 +45,8 @@ def generate(**settings: Any) -> list[Any]:
     with Engine(**KEYS, **settings) as engine:
         found: list[Any] = []
         for part in range(2):
-            prompts = [[5 + (7 * i + 3 * j + part) % 1900 for j in range(24)] for i in range(8)]
-            params = [SamplingParams(max_tokens=24, temperature=1.0, seed=i + 100 * part, **ASKED[i % len(ASKED)]) for i in range(8)]
+            prompts = [[5 + (7 * i + 3 * j + part) % 1900 for j in range(24)] for i in range(12)]
+            params = [SamplingParams(max_tokens=40, temperature=1.0, seed=i + 100 * part, **ASKED[i % len(ASKED)]) for i in range(12)]
             found += [(output.token_ids, output.finish_reason) for output in engine.generate(prompts, params)]
         return found
 

@@ -36,20 +36,7 @@ def allocate(num_bytes: int) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
-ON_HOSTS = ("test_a_decode_server_reads_what_a_prefill_server_keeps", "test_a_long_prompt_is_read_in_pieces",
-    "test_neighbours_on_both_sides_are_read_at_once", "test_a_peer_with_other_properties_or_another_secret_is_refused",
-    "test_memory_that_is_registered_later_is_read_too",
-)  # fmt: skip
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test with the memory of a device; with the host's, whose blocks are registered and read
-    in another way, those of `ON_HOSTS`, and in `make test-full` the others too."""
-    left = () if metafunc.function.__name__ in ON_HOSTS else pytest.mark.exhaustive
-    metafunc.parametrize("platform", [pytest.param("host", marks=left), "device"], indirect=True)
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, params=["host", "device"])
 def platform(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where the tiers of a test have their blocks; the memory of a device is the host's."""
     PLATFORMS.append(HOST if request.param == "host" else FakePlatform(PlatformContext()))
