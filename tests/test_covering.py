@@ -66,9 +66,10 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.mark.parametrize(("mark", "kept"), [("pairwise", 10), ("covering", 3)])  # 9 would do for the pairs
-def test_the_others_are_exhaustive(pytester: pytest.Pytester, mark: str, kept: int) -> None:
+def test_the_others_are_exhaustive(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, mark: str, kept: int) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # each run would import all installed plugins anew
     pytester.makepyfile(SAMPLE.replace("MARK", mark))
     pytester.makeconftest(CONFTEST)
-    pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\nmarkers =\n    exhaustive\n    pairwise\n    covering\n")
+    pytester.makeini("[pytest]\nmarkers =\n    exhaustive\n    pairwise\n    covering\n")
     pytester.runpytest_inprocess("-m", "not exhaustive").assert_outcomes(passed=kept + 27, deselected=27 - kept)
     pytester.runpytest_inprocess().assert_outcomes(passed=54)

@@ -24,13 +24,30 @@ CPU = AttentionRequirements("cpu", None, "mha", 64, 64, None, "float32", "float3
 # Two thirds of the suite's time here: times of an interpreter, forms of what other checks do mixed,
 # and prompts of 1,100 tokens, of which the kernels see no more than tiles.
 COSTLY = (
-    "not (grows_with_keys or batch_invariant-mha-window or batch_invariant-mha-long or steps-mha-pages-of-1"
-    " or (mha-long-extends and not mha-long-extends-window))"
+    "grows_with_keys or batch_invariant-mha-window or batch_invariant-mha-long or steps-mha-pages-of-1"
+    " or (mha-long-extends and not mha-long-extends-window)"
+)
+# Half of the rest's time: more rows, longer ones, other page sizes, and pairs of features. Another
+# case has each feature: kind, window, soft cap, sinks, shared prefixes, trees, spans, selected keys
+# and stored type.
+REPEATED = (
+    "pages-of-1 or pages-in-order or one-row or many-rows or mha-long or large-scores-extends or large-products or large-scores-sinks"
+    " or window-of-one or sinks-decodes-window or seven-heads or as-many-keys or wide-values or mla-large-scores"
+    " or shared-prefix-eight or shared-prefix-soft-cap or mha-shared-prefix-float or mha-fp8-mixed or mla-fp8-decodes or mla-int8-decodes"
+    " or int8-odd-widths or int8-prompts or chunks-decodes or selected-keys-decodes or selected-keys-extends or selected-keys-pages"
+    " or spans-long-rows or latent-heads-32-extends or steps-mha or batch_invariant-mha-mixed or batch_invariant-mla-selected"
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", [COSTLY, pytest.param("", marks=pytest.mark.soak)], ids=["most", "all"])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(f"not ({COSTLY} or {REPEATED})", id="few"),
+        pytest.param(f"({REPEATED}) and not ({COSTLY})", id="most", marks=pytest.mark.exhaustive),
+        pytest.param("", id="all", marks=pytest.mark.soak),
+    ],
+)
 def test_conformance_under_the_interpreter(chosen: str, tmp_path: Path) -> None:
     verdict_file = tmp_path / "verdict.json"
     run_interpreted("--frame-conformance=attention_backend:triton", f"--frame-conformance-json={verdict_file}", "-k", chosen)

@@ -189,6 +189,13 @@ def test_triton_under_its_interpreter():
     assert "skipped" not in run_interpreted(str(INTERPRETED), limit=880)
 
 
+@pytest.mark.exhaustive  # the test above runs the architectures that the backend's conformance suite does not stand for
+@needs_triton
+@pytest.mark.timeout(900)
+def test_triton_under_its_interpreter_further():
+    assert "skipped" not in run_interpreted(str(INTERPRETED), "-m", "exhaustive", limit=880)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("architecture", (*NATIVE, *NEWER, *FALLBACK))
 def test_triton_under_its_interpreter_whole(architecture):

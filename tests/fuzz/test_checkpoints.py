@@ -123,12 +123,19 @@ def run(cases: Sequence[Case], loader: Loader, bases: dict[str, Path], scratch: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [FILES, SAFETENSORS, CONFIGS, TOKENIZERS, TORCHAO, BITSANDBYTES, FLIPPED, FLIPPED_NF4])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        *(FILES, SAFETENSORS, CONFIGS, TOKENIZERS, TORCHAO, BITSANDBYTES, FLIPPED[::3], FLIPPED_NF4[::3]),
+        pytest.param([*FLIPPED, *FLIPPED_NF4], marks=pytest.mark.exhaustive),
+    ],
+)
 def test_each_ends_in_one_sentence(cases: list[Case], loader: Loader, bases: dict[str, Path], tmp_path: Path) -> None:
     assert run(cases, loader, bases, tmp_path) == []
 
 
 @pytest.mark.slow
-def test_gguf_files(loader: Loader, bases: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("flipped", [FLIPPED_GGUF[::3], pytest.param(FLIPPED_GGUF, marks=pytest.mark.exhaustive)], ids=["few", "all"])
+def test_gguf_files(flipped: list[Case], loader: Loader, bases: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    assert run([Case("whole", lambda folder: None, (), "gguf"), *GGUF, *FLIPPED_GGUF], loader, bases, tmp_path) == []
+    assert run([Case("whole", lambda folder: None, (), "gguf"), *GGUF, *flipped], loader, bases, tmp_path) == []

@@ -18,9 +18,9 @@ from frame.entrypoints.configuration.prepare import prepare
 from tests.models.deterministic_engine import DRAWN, LIKELY, REPEATED, check_engine, make_engine, score_one, write_adapter
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # in float32, the logits of its architecture are compared in test_deterministic.py
 @pytest.mark.parametrize("others", [24, pytest.param(255, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.exhaustive), "bfloat16"])
 def test_embedded_model(dtype: str, others: int) -> None:
     """Latents, experts and drafts of both kinds."""
     expected = check_engine(find_model(EMBEDDED), "cpu", dtype, others, drafters={"ngram": REPEATED, "mtp": LIKELY})
@@ -34,16 +34,17 @@ FEWER = (33, 64)  # chunks, off and on the bounds of pages; an engine for each i
 @pytest.mark.parametrize(
     ("architecture", "sections"),
     [
-        ("LlamaForCausalLM", {}),
-        ("Qwen3MoeForCausalLM", {}),
         ("Qwen3NextForCausalLM", {}),
-        ("NemotronHForCausalLM", {}),
         ("GptOssForCausalLM", {}),
-        ("Gemma3ForCausalLM", {}),
         ("DeepseekV32ForCausalLM", {}),
         ("LlamaForCausalLM", {"model": {"quantization": "fp8"}}),
-        ("LlamaForCausalLM", {"model": {"quantization": "int8", "gemm_kernel": "torch"}}),
         ("LlamaForCausalLM", {"cache": {"kv_dtype": "int8"}}),
+        # the logits of each are compared in test_deterministic.py, those of the packed kernel below
+        pytest.param("LlamaForCausalLM", {}, marks=pytest.mark.exhaustive),
+        pytest.param("Qwen3MoeForCausalLM", {}, marks=pytest.mark.exhaustive),
+        pytest.param("NemotronHForCausalLM", {}, marks=pytest.mark.exhaustive),
+        pytest.param("Gemma3ForCausalLM", {}, marks=pytest.mark.exhaustive),
+        pytest.param("LlamaForCausalLM", {"model": {"quantization": "int8", "gemm_kernel": "torch"}}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_other_models(checkpoint: Callable[..., Path], architecture: str, sections: dict[str, Any]) -> None:

@@ -156,10 +156,10 @@ def test_p2p_chooses_by_the_size_of_the_message(monkeypatch: pytest.MonkeyPatch,
 
 RANK = """
 import os, sys, torch
-from pathlib import Path
-from tests.plugins.test_collectives import join
+from frame.core.interfaces.collective import CollectiveContext
+from frame.plugins.collectives.gloo import Gloo
 torch.set_num_threads(1)
-group = join(1, 2, Path(sys.argv[1]))
+group = Gloo(CollectiveContext(1, 2, f"file://{sys.argv[1]}/ranks", timeout=30.0))
 group.all_reduce(torch.ones(1000))
 if sys.argv[2] == "dies":
     os._exit(9)

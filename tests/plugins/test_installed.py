@@ -8,6 +8,7 @@ import site
 import subprocess
 import sys
 import venv
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,19 +18,6 @@ from tests.entrypoints.fork_server import run_forked
 from tests.model_configs import DENSE
 
 KIND = "scheduling_policy"
-
-PYPROJECT = """
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-[project]
-name = "{distribution}"
-version = "1.2"
-[project.entry-points.frame]
-{package} = "{package}"
-[tool.hatch.build.targets.wheel]
-packages = ["{package}"]
-"""
 
 MANIFEST = """
 from frame import hookimpl
@@ -66,13 +54,22 @@ class Package:
     policy: str = POLICY
 
     def write(self, folder: Path) -> Path:
+        """A wheel. To build it from source would take a process of hatchling for each."""
         package = self.distribution.replace("-", "_")
-        home = folder / self.distribution
-        (home / package).mkdir(parents=True)
-        (home / "pyproject.toml").write_text(PYPROJECT.format(distribution=self.distribution, package=package))
-        (home / package / "__init__.py").write_text(self.manifest.replace("PACKAGE", package))
-        (home / package / "policy.py").write_text(self.policy)
-        return home
+        info = f"{package}-1.2.dist-info"
+        files = {
+            f"{package}/__init__.py": self.manifest.replace("PACKAGE", package),
+            f"{package}/policy.py": self.policy,
+            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {self.distribution}\nVersion: 1.2\n",
+            f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            f"{info}/entry_points.txt": f"[frame]\n{package} = {package}\n",
+        }
+        files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD"))
+        wheel = folder / f"{package}-1.2-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name, text in files.items():
+                archive.writestr(name, text)
+        return wheel
 
 
 def manifest(name: str, more: str = "", hook: str = "register_scheduling_policies") -> str:
@@ -125,9 +122,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     (own,) = (folder / "venv" / "lib").glob("python*/site-packages")
     outer = [path for path in sys.path if path.endswith("site-packages")] or site.getsitepackages()
     (own / "outer.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in outer))
-    homes = [package.write(folder) for package in PACKAGES]
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*pip, *homes], capture_output=True, text=True, timeout=500, check=False)
+    wheels = [package.write(folder) for package in PACKAGES]
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
+    done = subprocess.run([*pip, *wheels], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     return Environment(python)
 

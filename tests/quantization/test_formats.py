@@ -62,7 +62,7 @@ def reference_logits(folder: Path) -> Any:
         return load_reference(folder)(torch.tensor([TOKENS])).logits[0]
 
 
-@pytest.mark.pairwise
+@pytest.mark.covering
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("ways", [((None, 1), ("torch", 1)), (("unpacked", 1), ("torch", 2))], ids=["chosen, torch", "unpacked, two ranks"])

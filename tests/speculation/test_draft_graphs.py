@@ -81,7 +81,8 @@ def run_plain(algorithm: str, draft: str | None = None) -> tuple[list[list[int]]
     return run(0, algorithm, draft=draft)
 
 
-@pytest.mark.parametrize(("algorithm", "draft"), [("mtp", None), ("draft_model", FOLDER)])
+# of a draft model, the trees below are captured in `make test`
+@pytest.mark.parametrize(("algorithm", "draft"), [("mtp", None), pytest.param("draft_model", FOLDER, marks=pytest.mark.exhaustive)])
 def test_captured_passes_draft_what_plain_passes_draft(algorithm: str, draft: str | None) -> None:
     captured = run(20, algorithm, draft=draft)
     assert captured == run_plain(algorithm, draft)
@@ -116,7 +117,10 @@ def test_captured_passes_select_keys(tmp_path: Path) -> None:
     assert len(captured[1]) > 12
 
 
-@pytest.mark.parametrize(("target", "maximum"), [("mtp", 20), ("draft_model", 20), ("mtp", 0), ("windows", 20)])
+OF_A_DRAFT_MODEL = pytest.param("draft_model", 20, marks=pytest.mark.exhaustive)  # as `windows`, with windows of the target in addition
+
+
+@pytest.mark.parametrize(("target", "maximum"), [("mtp", 20), OF_A_DRAFT_MODEL, ("mtp", 0), ("windows", 20)])
 def test_overlapping_steps_take_their_lengths_from_the_device(target: str, maximum: int, tmp_path: Path) -> None:
     algorithm, path, draft = target, FOLDER, FOLDER if target == "draft_model" else None
     if target == "windows":
