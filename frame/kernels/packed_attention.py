@@ -72,7 +72,7 @@ def _turn_kernel(
 
 @triton.jit
 def _load(pointer, tokens, mask, stride, BEGIN: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, UPCAST: tl.constexpr):
-    """Entries BEGIN to BEGIN + WIDTH of the rows of some tokens: [tokens, WIDTH], zeros beyond SIZE."""
+    """WIDTH entries from BEGIN on of the rows of some tokens, [tokens, WIDTH]; zeros from SIZE on."""
     at = BEGIN + tl.arange(0, WIDTH)
     where = pointer + tokens[:, None].to(tl.int64) * stride + at[None, :]
     rows = tl.load(where, mask=mask[:, None] & (at < SIZE)[None, :], other=0.0)
@@ -124,7 +124,7 @@ def _attend_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out0 = tl.zeros([ROWS, FIRST], tl.float32)
-    out1 = tl.zeros([ROWS, REST if REST else 16], tl.float32)
+    out1 = tl.zeros([ROWS, REST or 16], tl.float32)
     keys = tl.arange(0, KEYS)
     whole = begin + (end - begin) // KEYS * KEYS
     for place in range(begin, whole, KEYS):

@@ -268,7 +268,7 @@ class Case:
 
 
 def _check_types(cases: Sequence[Case]) -> None:
-    """Of each type that it has a speed for, the kernel multiplies some weight, of a layer or of experts."""
+    """Of each type that it has a speed for, the kernel multiplies a layer's or experts' weight."""
     obstacles: dict[str, dict[str, str]] = {}
     taken = set()
     for case in cases:

@@ -113,7 +113,6 @@ def test_a_list_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allocator.pages_out().size == 0
 
 
-
 def test_a_wrong_count_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = make_allocator(8)
     monkeypatch.setattr(StackAllocator, "free_pages", lambda *_: None)

@@ -55,9 +55,15 @@ def send_all(server: RunningServer) -> int:
     for path, body in BODIES:
         reply = httpx.post(server.url + path, json=body, headers=HEADERS, timeout=60)
         assert reply.status_code == 200, reply.text
-    with suppress(httpx.ReadTimeout), httpx.stream(
-        "POST", server.url + "/v1/completions", json={"prompt": "b", "max_tokens": 400, "ignore_eos": True, "stream": True}, headers=HEADERS
-    ) as stream:
+    with (
+        suppress(httpx.ReadTimeout),
+        httpx.stream(
+            "POST",
+            server.url + "/v1/completions",
+            json={"prompt": "b", "max_tokens": 400, "ignore_eos": True, "stream": True},
+            headers=HEADERS,
+        ) as stream,
+    ):
         next(stream.iter_lines())  # and leave
     return len(BODIES) + 3 + 1
 

@@ -168,9 +168,7 @@ def _read_ollama(events: list[Any]) -> dict[str, Any]:
 
 
 def _read_cohere(events: list[Any]) -> dict[str, Any]:
-    text = "".join(
-        event["delta"]["message"]["content"].get("text", "") for event in events if event["type"] == "content-delta"
-    )
+    text = "".join(event["delta"]["message"]["content"].get("text", "") for event in events if event["type"] == "content-delta")
     starts = [event["type"] for event in events].count("message-start")
     return {"text": text, "starts": starts, "end": events[-1]["delta"]["finish_reason"]}
 
@@ -197,9 +195,20 @@ def make_streams(count: int, length: int = 96) -> list[Stream]:
             ("/v1/chat/completions", {**chat, "logprobs": True, "top_logprobs": 2}),
             ("/v1/chat/completions", {**chat, "n": 4, "max_tokens": length // 2}),
             ("/v1/chat/completions", {**chat, "tools": [TOOL], "tool_choice": "required", "ignore_eos": False}),
-            ("/v1/chat/completions", {**chat, "ignore_eos": False, "response_format": {
-                "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "items": {"type": "integer"},
-                                                                                "minItems": 20, "maxItems": 60}}}}),
+            (
+                "/v1/chat/completions",
+                {
+                    **chat,
+                    "ignore_eos": False,
+                    "response_format": {
+                        "type": "json_schema",
+                        "json_schema": {
+                            "name": "x",
+                            "schema": {"type": "array", "items": {"type": "integer"}, "minItems": 20, "maxItems": 60},
+                        },
+                    },
+                },
+            ),
             ("/v1/completions", {**text, "return_token_ids": True}),
             ("/v1/completions", {**text, "logprobs": 1, "echo": True}),
             ("/v1/completions", {**text, "stop": ["\n\n\n", "qzx", " the"], "include_stop_str_in_output": True}),

@@ -286,6 +286,7 @@ def test_a_server_tells_the_router_alone(checkpoint: Path) -> None:
     body = {"input_ids": list(range(20, 100)), "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
     flags = ("--kv-events-config", given, "--page-size", "16", "--max-total-tokens", "4096", "--api-key", "one")
     with RunningServer(checkpoint, *flags, env=KEY) as running:
+
         def ask(signature: bytes) -> httpx.Headers:
             headers = {"authorization": "Bearer one", "x-frame-blocks": signature.decode()}
             return httpx.post(f"{running.url}/generate", json=body, headers=headers, timeout=60).raise_for_status().headers
