@@ -1,0 +1,71 @@
+"""Rotary embedding of heads in place, and transformers' encoders with attention layers that use it.
+
+Run by `test_interpreted.py` under TRITON_INTERPRET=1, and by tests/gpu.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from frame.kernels import INTERPRETED
+from frame.kernels.rotary_heads import rotate_heads
+from frame.models.encoder_attention import replace_attention
+from tests.models.media_checkpoints import FAMILIES
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+TOLERANCE = 0.01  # of bfloat16, relative to the largest value
+SMALL_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+}
+TOWERS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v")
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("size", [16, 72, 128])
+def test_heads_rotate_in_place(size: int) -> None:
+    qkv, cos, sin = draw(37, 3, 3, size), draw(37, size, dtype=torch.float32), draw(37, size, dtype=torch.float32) + 1
+    first, second = qkv[:, :2].float().chunk(2, -1)
+    turned = (qkv[:, :2].float() * cos[:, None, None] + torch.cat([-second, first], -1) * sin[:, None, None]).bfloat16()
+    values = qkv[:, 2].clone()
+    rotate_heads(qkv, cos, sin)
+    assert torch.equal(qkv[:, 2], values)
+    assert (qkv[:, :2].float() - turned.float()).abs().max() <= TOLERANCE * turned.float().abs().max()
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_towers_keep_their_results(name: str) -> None:
+    """Images of several sizes and a video: as transformers in float32, and no worse in bfloat16."""
+    import transformers
+
+    family = FAMILIES[f"{name}ForConditionalGeneration"]
+    fields = copy.deepcopy({**family.towers, **family.config, "text_config": {**SMALL_TEXT, **family.text}})
+    config = transformers.CONFIG_MAPPING[family.model_type](**fields)
+    vision = config.vision_config
+    torch.manual_seed(1)
+    exact = transformers.AutoModel.from_config(config, attn_implementation="sdpa").visual.eval().to(DEVICE)
+    replaced = copy.deepcopy(exact)
+    names = [each for each, _ in exact.named_parameters()]
+    assert replace_attention(replaced, DEVICE) == vision.depth
+    assert [each for each, _ in replaced.named_parameters()] == names
+    sizes = [[1, 4, 6], [1, 4, 6], [1, 2, 2], [1, 8, 4], *([[3, 4, 4]] if name != "Glm4v" else [])]  # transformers 5.24 fails there
+    grid = torch.tensor(sizes, device=DEVICE)
+    pixels = draw(int(grid.prod(1).sum()), 3 * vision.temporal_patch_size * vision.patch_size**2, dtype=torch.float32)
+    with torch.inference_mode():
+        expected, found = (tower(pixels, grid).last_hidden_state for tower in (exact, replaced))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        errors = []
+        for tower in (exact, replaced):
+            rounded = tower.bfloat16()
+            errors.append((rounded(pixels.bfloat16(), grid).last_hidden_state.float() - expected).norm())
+    assert errors[1] <= 1.3 * errors[0] + 0.001 * expected.norm()
