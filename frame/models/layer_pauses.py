@@ -1,6 +1,6 @@
 """`compute_by_layer`: a computation that stops after each layer, and goes on when it is asked to.
 
-transformers' encoders compute all layers in one call. Here the call runs in a thread of its own,
+transformers' encoders compute all layers in one call. Here the call runs in another thread,
 which waits before each layer but the first while its caller does something else: one of the two
 runs at a time. So the layers compute what they would in one go, with the same bits. Used by
 `TransformersEncoders`. Must not know an architecture or a modality.
@@ -8,6 +8,7 @@ runs at a time. So the layers compute what they would in one go, with the same b
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -22,12 +23,28 @@ class _Abandoned(BaseException):
     """The rest of the computation is not wanted; no handler of `Exception` stops it."""
 
 
-class _Worker(threading.Thread):
-    """The thread of one computation."""
+class _Runner(threading.Thread):
+    """A thread that computes one after another. It stays, because libraries keep plans for each
+    thread: cuDNN would plan attention anew for each item."""
+
+    def __init__(self) -> None:
+        super().__init__(name="encoder layers", daemon=True)
+        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        while True:
+            self.jobs.get()()
+
+
+_idle: list[_Runner] = []  # as many as computations that were paused at once
+
+
+class _Computation:
+    """One computation in a thread of a runner."""
 
     def __init__(self, compute: Compute) -> None:
-        super().__init__(name="encoder layers", daemon=True)
-        self._compute = compute
+        self._compute: Compute | None = compute
+        self._thread: threading.Thread | None = None
         self._turn = threading.Semaphore(0)  # the thread may run
         self._caller = threading.Semaphore(0)  # the caller may run
         self._is_abandoned = False
@@ -37,35 +54,39 @@ class _Worker(threading.Thread):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        self._turn.acquire()
+        compute, self._compute, self._thread = self._compute, None, threading.current_thread()
         try:
-            if not self._is_abandoned:
-                self.result = self._compute()
+            if compute is not None and not self._is_abandoned:
+                self.result = compute()
         except _Abandoned:
             pass
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             self.error = error
         finally:
+            del compute  # the thread stays, and would keep what it holds
             self.is_done = True
             self._caller.release()
+
+    def wait(self) -> None:
+        """Until the next layer, or the end."""
+        self._caller.acquire()
 
     def advance(self) -> None:
         """Run up to the next layer, or to the end."""
         self._turn.release()
-        self._caller.acquire()
+        self.wait()
 
     def abandon(self) -> None:
-        """End the thread, which frees what it holds."""
-        if self.ident is None or sys.is_finalizing():  # it never started, or threads do not run any more
+        """End the computation, which frees what it holds."""
+        if self.is_done or sys.is_finalizing():  # then threads do not run any more
             return
-        if not self.is_done:
-            self._is_abandoned = True
+        self._is_abandoned = True
+        if self._thread is not None:
             self.advance()
-        self.join()
 
     def reach_layer(self, module: nn.Module, arguments: Any) -> None:
         """Before a layer, in any thread: the caller's turn, unless it is the first one."""
-        if threading.current_thread() is not self:
+        if threading.current_thread() is not self._thread:
             return
         self._num_layers += 1
         if self._num_layers > 1:
@@ -78,19 +99,30 @@ class _Worker(threading.Thread):
 def compute_by_layer(compute: Compute, layers: Sequence[nn.Module]) -> Generator[None, None, Any]:
     """Yield whenever `compute` is about to call another of `layers`. -> what it returns. `compute`
     runs in another thread, with nothing of the caller's that belongs to a thread."""
-    worker = _Worker(compute)
-    hooks = []
+    computation = _Computation(compute)
+    del compute
+    runner, hooks = _take_runner(), []
     try:
-        hooks += [layer.register_forward_pre_hook(worker.reach_layer) for layer in layers]
-        worker.start()
-        worker.advance()
-        while not worker.is_done:
+        hooks += [layer.register_forward_pre_hook(computation.reach_layer) for layer in layers]
+        runner.jobs.put(computation.run)
+        computation.wait()
+        while not computation.is_done:
             yield
-            worker.advance()
-        if worker.error is not None:
-            raise worker.error
-        return worker.result
+            computation.advance()
+        if computation.error is not None:
+            raise computation.error
+        return computation.result
     finally:
         for hook in hooks:
             hook.remove()
-        worker.abandon()
+        computation.abandon()
+        _idle.append(runner)
+
+
+def _take_runner() -> _Runner:
+    while _idle:
+        if (runner := _idle.pop()).is_alive():  # in a forked process it is not
+            return runner
+    runner = _Runner()
+    runner.start()
+    return runner

@@ -19,6 +19,7 @@ import torch
 from frame.config.resolution.media import find_cost
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.media import DividesEncoders, HasEncoders, MediaRows, MediaSpans, RotaryPositions
+from frame.models import layer_pauses
 from tests.models.harness import Session, open_session
 from tests.models.media_checkpoints import FAMILIES, load_media_reference, make_media_checkpoint
 from tests.models.media_inputs import Item, Prompt, join_items, make_items, make_prompt
@@ -146,8 +147,9 @@ def finish(layers: Generator[None, None, torch.Tensor]) -> tuple[int, torch.Tens
     raise AssertionError
 
 
-def count_threads() -> int:
-    return sum(thread.name == "encoder layers" for thread in threading.enumerate())
+def count_computations() -> int:
+    """Threads that compute; the others stay for later items."""
+    return sum(thread.name == "encoder layers" for thread in threading.enumerate()) - len(layer_pauses._idle)
 
 
 @pytest.mark.parametrize(("architecture", "modality"), CASES)
@@ -169,7 +171,7 @@ def test_layers_with_pauses_have_the_bits_of_one_call(media_checkpoint: Make, ar
         stops, computed = finish(layers)
         assert stops + 2 == cost.num_layers == 2  # one stop was before
         assert torch.equal(computed, rows)
-    assert not count_threads()
+    assert not count_computations()
 
 
 def test_layers_that_are_not_wanted_any_more(media_checkpoint: Make) -> None:
@@ -179,10 +181,22 @@ def test_layers_that_are_not_wanted_any_more(media_checkpoint: Make) -> None:
     model.encode_by_layer("image", item).close()
     layers = model.encode_by_layer("image", item)
     next(layers)
-    assert count_threads() == 1
+    assert count_computations() == 1
     layers.close()
-    assert not count_threads()
+    assert not count_computations()
     assert not any(block._forward_pre_hooks for block in model.encoders.model.visual.blocks)
+
+
+def test_one_thread_computes_one_item_after_another(media_checkpoint: Make) -> None:
+    """cuDNN keeps plans of attention for each thread."""
+    folder = media_checkpoint("Qwen3VLForConditionalGeneration")
+    item = make_items(folder, "image")[0]
+    model: Any = open_session(folder, encoders=True).model
+    threads = []
+    model.encoders.model.visual.blocks[0].register_forward_pre_hook(lambda *_: threads.append(threading.current_thread()))
+    for _ in range(3):
+        finish(model.encode_by_layer("image", item))
+    assert len(threads) == 3 and len(set(threads)) == 1
 
 
 def test_an_error_in_a_layer_is_raised_to_the_caller(media_checkpoint: Make) -> None:
@@ -193,7 +207,7 @@ def test_an_error_in_a_layer_is_raised_to_the_caller(media_checkpoint: Make) -> 
     model.encoders.model.visual.blocks[1].mlp = None
     with pytest.raises(TypeError, match="NoneType"):
         next(layers)
-    assert not count_threads()
+    assert not count_computations()
 
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
