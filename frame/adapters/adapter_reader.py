@@ -41,7 +41,7 @@ class AdapterReader:
 
     rename: (name, tensor) of a checkpoint -> the same under the names that the model's layers bind.
     foreign: regular expressions of names that other ranks or stages bind. tensors: names that the
-    model's layers bind, with and without adapters.
+    model's layers bind, with and without adapters. routers: those that `adapters.routers` excludes.
     """
 
     def __init__(
@@ -51,12 +51,14 @@ class AdapterReader:
         rename: Rename,
         foreign: Sequence[str],
         tensors: Iterable[str],
+        routers: Iterable[str] = (),
     ) -> None:
         self._formats = formats
         self._pool = pool
         self._rename = rename
         self._foreign = re.compile("|".join(f"(?:{pattern})" for pattern in foreign)) if foreign else None
         self._tensors = tuple(tensors)
+        self._routers = frozenset(routers)
         self._bound = {name: (layer, place) for layer in pool.layers for place, name in enumerate(layer.names)}
         self._placed: dict[tuple[str, tuple[int, ...]], list[PlacedDelta]] = {}  # what renaming depends on
 
@@ -117,6 +119,8 @@ class AdapterReader:
         placed = self._placed[name, shape]
         for part in placed or [PlacedDelta(name, None, *(torch.empty(0),) * 2, is_transposed=False)]:
             if part.name not in self._bound and not (self._foreign is not None and self._foreign.match(f"{part.name}.weight")):
+                if part.name in self._routers:
+                    raise AdapterError(f"the adapter changes {name}, a router of experts; start the server with --lora-routers")
                 is_known = any(tensor.startswith(f"{part.name}.") for tensor in self._tensors)
                 why = "which takes no adapter here" if is_known else "and this model has no such layer"
                 raise AdapterError(f"the adapter changes {name}, {why}; train it without this target module")

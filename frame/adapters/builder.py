@@ -40,10 +40,10 @@ def plan_sizes(max_active: int, max_rank: int, pages: int | None) -> AdapterSize
 
 
 def make_device_adapters(
-    sizes: AdapterSizes, platform: Platform, dtype: torch.dtype, tp: Collective, *, deterministic: bool = False
+    sizes: AdapterSizes, platform: Platform, dtype: torch.dtype, tp: Collective, *, routers: bool = False, deterministic: bool = False
 ) -> DeviceAdapters:
-    """What the layers of a model register with. deterministic: no row's delta depends on other
-    rows."""
+    """What the layers of a model register with. routers: adapters may change them. deterministic:
+    no row's delta depends on other rows."""
     operations: DeltaOperations = TorchDeltas()
     if deterministic and platform.device.type != "cpu" and kernels.can_use_triton(platform.device):
         from frame.adapters.triton_deltas import FixedDeltas
@@ -57,7 +57,7 @@ def make_device_adapters(
         from frame.adapters.triton_deltas import TritonDeltas
 
         operations = TritonDeltas()
-    return DeviceAdapters(AdapterPool(sizes, platform, dtype, tp), operations)
+    return DeviceAdapters(AdapterPool(sizes, platform, dtype, tp), operations, adapts_routers=routers)
 
 
 def allocate_adapters(context: BuildContext) -> DeviceAdapters | None:
@@ -95,7 +95,8 @@ def build_commands(
 def _make_reader(formats: Sequence[ChosenFormat], pool: AdapterPool, model: Any) -> AdapterReader:
     foreign = [pattern for module in model.modules() for pattern in getattr(module, "foreign_weights", ())]
     tensors = [name for parameter in model.parameters() for name in getattr(parameter, "sources", ())]
-    return AdapterReader(formats, pool, partial(_rename, model), foreign, tensors)
+    routers = [name for module in model.modules() if (name := getattr(module, "unadapted_router", ""))]
+    return AdapterReader(formats, pool, partial(_rename, model), foreign, tensors, routers)
 
 
 def _rename(model: Any, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

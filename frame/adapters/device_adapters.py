@@ -33,9 +33,10 @@ class DeviceAdapters:
 
     start_order: Callable[[AdapterOrder], PendingOrder]  # the builder sets it, once the model is loaded
 
-    def __init__(self, pool: AdapterPool, operations: DeltaOperations) -> None:
+    def __init__(self, pool: AdapterPool, operations: DeltaOperations, *, adapts_routers: bool = False) -> None:
         streams = pool.platform if isinstance(pool.platform, SupportsStreams) else None
         self.pool = pool
+        self.adapts_routers = adapts_routers
         self.is_warming_up = False
         self.host: dict[str, HostAdapter] = {}  # by digest; loads read it
         self._rows = StepRows(operations, streams)

@@ -25,6 +25,9 @@ class AdaptersSection(Section):
     max_loaded: int = setting(
         32, "Maximum number of adapters in host memory; the least recently used one is evicted.", flag="max-cpu-loras", ge=1, le=65536
     )
+    routers: bool = setting(
+        False, "Let adapters change routers of experts, which makes all steps with adapters slower.", flag="lora-routers"
+    )
     pages: Annotated[int | None, Auto] = setting(
         None,
         "Size of the device's adapter pool in pages of 16 ranks. auto: adapters.max_active of the largest rank.",

@@ -143,15 +143,15 @@ class AdapterLayers(AdaptedRows, Protocol):
     """What layers register with when they are built (`BuildContext.adapters`), and what tells them
     the adapter of each row at run time."""
 
+    adapts_routers: bool  # whether adapters may change routers of experts
+
     def add_layer(
         self, names: Sequence[str], inputs: Span, outputs: Sequence[Span], num_experts: int = 0, lookup: bool = False
     ) -> LayerDelta:
-        """The deltas of a layer whose outputs are the concatenation of `outputs`, of the checkpoint
-        layers `names`. num_experts: experts of this rank; then `names` are those of one expert
-        after another, and rows of the layer are pairs of a token and an expert (`select_pairs`).
-        lookup: an embedding. Its inputs are the ids, which are the rows of the checkpoint's tensor,
-        and its outputs are the columns, so a delta is transposed: b.t() stands for `a`, and a.t()
-        for `b`."""
+        """The deltas of the checkpoint layers `names`, whose outputs are `outputs`, concatenated.
+        num_experts: of this rank; `names` are then those of one expert after another, and rows are
+        pairs of a token and an expert (`select_pairs`). lookup: an embedding, whose inputs are ids:
+        its deltas are transposed, so b.t() stands for `a`, and a.t() for `b`."""
         ...
 
     def add_latent_layer(self, name: str, latent: Span, heads: Span, widths: tuple[Span, Span]) -> LatentDelta:

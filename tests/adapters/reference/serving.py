@@ -23,7 +23,8 @@ def open_engine(folder: Path, adapters: Mapping[str, Path], **keys: Any) -> Engi
     """An engine over a checkpoint, with adapters by name; without any, one that has no adapters."""
     if adapters:
         modules = tuple(f"{name}={path}" for name, path in adapters.items())
-        keys = {"enable_lora": True, "lora_modules": modules, "max_cpu_loras": len(modules), "max_lora_rank": 128} | keys
+        keys = {"lora_modules": modules, "max_cpu_loras": len(modules), "max_lora_rank": 128, "lora_routers": True} | keys
+        keys["enable_lora"] = True
     return Engine(str(folder), **KEYS | keys)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from frame.entrypoints.offline.prompts import EngineError
 from frame.testing.checkpoints import load_reference
 from tests.adapters.reference.cases import (
     ERRORS,
@@ -145,6 +146,17 @@ def test_experts_one_by_one(family: str, bases: Any, tmp_path: Path) -> None:
     folder, model = bases(family)
     reference = make_single_experts(model, Case(family, "experts", "single"), tmp_path / "single")
     check_family(folder, model, {"single": reference}, tmp_path)
+
+
+def test_routers_need_a_setting(bases: Any, tmp_path: Path) -> None:
+    """Without it, steps with adapters launch no kernels for routers, and an adapter of them is
+    refused; with it, it equals PEFT's."""
+    folder, model = bases("qwen3_moe")
+    references = make_all(model, (case for case in cases("qwen3_moe") if case.target == "router"), tmp_path)
+    name = next(iter(references))
+    with pytest.raises(EngineError, match=r"changes model\.layers\.\d\.mlp\.gate, a router of experts; start .* --lora-routers"):
+        open_engine(folder, {name: tmp_path / name}, lora_routers=False)
+    check_family(folder, model, {name: references[name]}, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

@@ -26,6 +26,8 @@ class RandomAdapters:
     of the second adapter has an output scale. `places` int32 [rows]: of the rows that layers
     compute; None: the step has no adapters."""
 
+    adapts_routers = True
+
     def __init__(self) -> None:
         self.places: torch.Tensor | None = None
         self.pairs: tuple[torch.Tensor, torch.Tensor] | None = None
