@@ -82,6 +82,9 @@ async def test_streams_and_several_sequences(tmp_path: Path) -> None:
         events = [msgspec.json.decode(line[6:]) for line in reply.body.split(b"\n\n") if line.startswith(b"data: {")]
         assert {event["model"] for event in events} == {"sql"}
         assert len(server.sent) == 3
+        for stream in (False, True):
+            background = {"input": "hi", "model": "sql", "max_output_tokens": 2, "background": True, "stream": stream}
+            assert (await server.post("/v1/responses", background)).headers[HEADER] == reply.headers[HEADER]
         assert ran(server) == {digest_of(server, "sql")}
 
 
