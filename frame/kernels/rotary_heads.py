@@ -25,7 +25,7 @@ def rotate_heads(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Non
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def _rotate_kernel(qkv, cos, sin, tokens, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     token, head = (pairs // (2 * HEADS)).to(tl.int64), pairs % (2 * HEADS)

@@ -36,9 +36,9 @@ class SequenceRuns:
         for known, runs in self._known:
             if known is starts:
                 return runs
-        found = [(length, len(list(run))) for length, run in groupby(starts.diff().tolist()) if length]
-        self._known = [*self._known[-1:], (starts, found)]
-        return found
+        new = [(length, len(list(run))) for length, run in groupby(starts.diff().tolist()) if length]
+        self._known = [*self._known[-1:], (starts, new)]
+        return new
 
 
 class PackedAttention(nn.Module):

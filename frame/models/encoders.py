@@ -21,7 +21,7 @@ from frame.core.errors import ConfigurationError
 from frame.core.interfaces.platform import SupportsStreams
 from frame.models.encoder_attention import replace_attention
 from frame.models.encoder_modules import replace_modules
-from frame.models.layer_pauses import compute_by_layer
+from frame.models.layer_pauses import LayerThreads
 from frame.models.layers.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class TransformersEncoders(nn.Module):
         self.dtype = context.dtype
         self.is_deterministic = context.deterministic
         self._platform = context.platform
+        self.threads = LayerThreads()
         self.model: Any = _build_model(context.model_config, context.dtype)
         self.family = str(self.model.config.model_type)
         replace_attention(self.model, context.device)
@@ -139,7 +140,7 @@ class TransformersEncoders(nn.Module):
                 platform.set_stream(stream)
             return self.encode(modality, [item])[0]
 
-        return compute_by_layer(compute, list(layers))
+        return self.threads.compute_by_layer(compute, list(layers))
 
     def _prepare(self, item: Arrays, name: str) -> torch.Tensor:
         """An array as the encoder reads it: bytes rescaled and normalised in float32, then in the

@@ -1,4 +1,4 @@
-"""`compute_by_layer`: a computation that stops after each layer, and goes on when it is asked to.
+"""`LayerThreads`: a computation that stops after each layer, and goes on when it is asked to.
 
 transformers' encoders compute all layers in one call. Here the call runs in another thread,
 which waits before each layer but the first while its caller does something else: one of the two
@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -29,14 +30,12 @@ class _Runner(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="encoder layers", daemon=True)
-        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        while True:
-            self.jobs.get()()
-
-
-_idle: list[_Runner] = []  # as many as computations that were paused at once
+        while (job := self.jobs.get()) is not None:
+            job()
+            del job
 
 
 class _Computation:
@@ -96,33 +95,44 @@ class _Computation:
                 raise _Abandoned
 
 
-def compute_by_layer(compute: Compute, layers: Sequence[nn.Module]) -> Generator[None, None, Any]:
-    """Yield whenever `compute` is about to call another of `layers`. -> what it returns. `compute`
-    runs in another thread, with nothing of the caller's that belongs to a thread."""
-    computation = _Computation(compute)
-    del compute
-    runner, hooks = _take_runner(), []
-    try:
-        hooks += [layer.register_forward_pre_hook(computation.reach_layer) for layer in layers]
-        runner.jobs.put(computation.run)
-        computation.wait()
-        while not computation.is_done:
-            yield
-            computation.advance()
-        if computation.error is not None:
-            raise computation.error
-        return computation.result
-    finally:
-        for hook in hooks:
-            hook.remove()
-        computation.abandon()
-        _idle.append(runner)
+class LayerThreads:
+    """The threads of an encoder: as many as computations that were paused at once."""
+
+    def __init__(self) -> None:
+        self.idle: list[_Runner] = []
+        weakref.finalize(self, _end, self.idle)
+
+    def compute_by_layer(self, compute: Compute, layers: Sequence[nn.Module]) -> Generator[None, None, Any]:
+        """Yield whenever `compute` is about to call another of `layers`. -> what it returns.
+        `compute` runs in another thread, with nothing of the caller's that belongs to a thread."""
+        computation = _Computation(compute)
+        del compute
+        runner, hooks = self._take_runner(), []
+        try:
+            hooks += [layer.register_forward_pre_hook(computation.reach_layer) for layer in layers]
+            runner.jobs.put(computation.run)
+            computation.wait()
+            while not computation.is_done:
+                yield
+                computation.advance()
+            if computation.error is not None:
+                raise computation.error
+            return computation.result
+        finally:
+            for hook in hooks:
+                hook.remove()
+            computation.abandon()
+            self.idle.append(runner)
+
+    def _take_runner(self) -> _Runner:
+        while self.idle:
+            if (runner := self.idle.pop()).is_alive():  # in a forked process it is not
+                return runner
+        runner = _Runner()
+        runner.start()
+        return runner
 
 
-def _take_runner() -> _Runner:
-    while _idle:
-        if (runner := _idle.pop()).is_alive():  # in a forked process it is not
-            return runner
-    runner = _Runner()
-    runner.start()
-    return runner
+def _end(runners: Sequence[_Runner]) -> None:
+    for runner in runners:
+        runner.jobs.put(None)

@@ -62,8 +62,8 @@ def test_towers_keep_their_results(name: str) -> None:
     grid = torch.tensor(sizes, device=DEVICE)
     pixels = draw(int(grid.prod(1).sum()), 3 * vision.temporal_patch_size * vision.patch_size**2, dtype=torch.float32)
     with torch.inference_mode():
-        expected, found = (tower(pixels, grid).last_hidden_state for tower in (exact, replaced))
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        expected, computed = (tower(pixels, grid).last_hidden_state for tower in (exact, replaced))
+        torch.testing.assert_close(computed, expected, atol=1e-4, rtol=1e-4)
         errors = []
         for tower in (exact, replaced):
             rounded = tower.bfloat16()

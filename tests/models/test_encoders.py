@@ -3,6 +3,7 @@ logits of prompts that hold them."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import subprocess
@@ -19,7 +20,6 @@ import torch
 from frame.config.resolution.media import find_cost
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.media import DividesEncoders, HasEncoders, MediaRows, MediaSpans, RotaryPositions
-from frame.models import layer_pauses
 from tests.models.harness import Session, open_session
 from tests.models.media_checkpoints import FAMILIES, load_media_reference, make_media_checkpoint
 from tests.models.media_inputs import Item, Prompt, join_items, make_items, make_prompt
@@ -147,9 +147,8 @@ def finish(layers: Generator[None, None, torch.Tensor]) -> tuple[int, torch.Tens
     raise AssertionError
 
 
-def count_computations() -> int:
-    """Threads that compute; the others stay for later items."""
-    return sum(thread.name == "encoder layers" for thread in threading.enumerate()) - len(layer_pauses._idle)
+def count_idle(model: Any) -> int:
+    return len(model.encoders.threads.idle)
 
 
 @pytest.mark.parametrize(("architecture", "modality"), CASES)
@@ -171,7 +170,7 @@ def test_layers_with_pauses_have_the_bits_of_one_call(media_checkpoint: Make, ar
         stops, computed = finish(layers)
         assert stops + 2 == cost.num_layers == 2  # one stop was before
         assert torch.equal(computed, rows)
-    assert not count_computations()
+    assert count_idle(session.model) == 2  # for later items
 
 
 def test_layers_that_are_not_wanted_any_more(media_checkpoint: Make) -> None:
@@ -181,9 +180,9 @@ def test_layers_that_are_not_wanted_any_more(media_checkpoint: Make) -> None:
     model.encode_by_layer("image", item).close()
     layers = model.encode_by_layer("image", item)
     next(layers)
-    assert count_computations() == 1
+    assert not count_idle(model)
     layers.close()
-    assert not count_computations()
+    assert count_idle(model) == 1
     assert not any(block._forward_pre_hooks for block in model.encoders.model.visual.blocks)
 
 
@@ -197,6 +196,10 @@ def test_one_thread_computes_one_item_after_another(media_checkpoint: Make) -> N
     for _ in range(3):
         finish(model.encode_by_layer("image", item))
     assert len(threads) == 3 and len(set(threads)) == 1
+    del model
+    gc.collect()
+    threads[0].join(30)
+    assert not threads[0].is_alive()
 
 
 def test_an_error_in_a_layer_is_raised_to_the_caller(media_checkpoint: Make) -> None:
@@ -207,7 +210,7 @@ def test_an_error_in_a_layer_is_raised_to_the_caller(media_checkpoint: Make) -> 
     model.encoders.model.visual.blocks[1].mlp = None
     with pytest.raises(TypeError, match="NoneType"):
         next(layers)
-    assert not count_computations()
+    assert count_idle(model) == 1
 
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
