@@ -26,8 +26,20 @@ from frame.testing.conformance import Setting, checks, find
 from tests.entrypoints.inprocess import InProcess, serving
 from tests.entrypoints.published import check_response
 from tests.entrypoints.serving import RunningServer
-from tests.plugins.test_installed import PYPROJECT
 from tests.testing.mutants.http_extension import AddHeader
+
+PYPROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[project]
+name = "frame-members"
+version = "1.2"
+[project.entry-points.frame]
+frame_members = "frame_members"
+[tool.hatch.build.targets.wheel]
+packages = ["frame_members"]
+"""
 
 MANIFEST = """
 from pydantic import BaseModel
@@ -105,7 +117,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder where pip installed the package."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
     (source / "frame_members").mkdir()
-    (source / "pyproject.toml").write_text(PYPROJECT.format(distribution="frame-members", package="frame_members"))
+    (source / "pyproject.toml").write_text(PYPROJECT)
     (source / "frame_members" / "__init__.py").write_text(MANIFEST)
     (source / "frame_members" / "plugin.py").write_text(PLUGIN)
     pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target")
