@@ -1,5 +1,5 @@
-"""`replace_modules`: replaces modules of transformers' encoders that are slow on a GPU. Their results
-stay.
+"""`replace_modules`: replaces modules of transformers' encoders that are slow on a GPU, with the
+same results.
 
 Used by `TransformersEncoders`. Must not know an architecture or a modality.
 """
