@@ -40,7 +40,7 @@ def plan_sizes(max_active: int, max_rank: int, pages: int | None) -> AdapterSize
 
 
 def make_device_adapters(
-    sizes: AdapterSizes, platform: Platform, dtype: torch.dtype, tp: Collective, *, routers: bool = False, deterministic: bool = False
+    sizes: AdapterSizes, platform: Platform, dtype: torch.dtype, tp: Collective, routers: bool, *, deterministic: bool = False
 ) -> DeviceAdapters:
     """What the layers of a model register with. routers: adapters may change them. deterministic:
     no row's delta depends on other rows."""

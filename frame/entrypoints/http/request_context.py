@@ -56,8 +56,8 @@ class RequestContext:
     stream."""
 
     __slots__ = (
-        "_bodies", "_has_rest", "_held", "_watcher", "adapters", "errors", "handoff", "ignored", "max_body", "receive", "recorder", "scope",
-        "send", "started", "state", "status",
+        "_bodies", "_has_rest", "_held", "_watcher", "errors", "handoff", "ignored", "max_body", "receive", "recorder", "scope", "send",
+        "started", "state", "status",
     )  # fmt: skip
 
     def __init__(
@@ -70,7 +70,6 @@ class RequestContext:
         self.errors = errors
         self.started = False
         self.state: RequestState | None = None  # the state of its generation
-        self.adapters = ""  # of a generation that goes on after the response, as `RequestState.adapters`
         self.status = 0  # of the response, once it has started
         self.handoff: Handoff | None = None  # of the stream that the response continues
         self.recorder: Recorder | None = None  # where the router asked for frames
@@ -279,7 +278,8 @@ class RequestContext:
             headers.append((HEADER, self.request_id.encode()))
             if self.errors.id_header is not None:
                 headers.append((self.errors.id_header, self.request_id.encode()))
-        if adapters := self.adapters if self.state is None else self.state.adapters:
+        # a generation that goes on after the response leaves its adapters in the scope
+        if adapters := self.scope.get("adapters") if self.state is None else self.state.adapters:
             headers.append((ADAPTER, adapters.encode()))
         return [*headers, ignored_header(self.ignored)] if self.ignored else headers
 

@@ -178,10 +178,8 @@ def build_context(resolved: Resolved, parts: Parts, platform: Platform, groups: 
     if (settings := resolved.user.adapters).enabled:
         from frame.adapters.builder import make_device_adapters, plan_sizes
 
-        sizes = plan_sizes(settings.max_active, settings.max_rank, settings.pages)
-        built["adapters"] = make_device_adapters(
-            sizes, platform, base.dtype, groups.tp, routers=settings.routers, deterministic=base.deterministic
-        )
+        sizes, routers = plan_sizes(settings.max_active, settings.max_rank, settings.pages), resolved.user.adapters.routers
+        built["adapters"] = make_device_adapters(sizes, platform, base.dtype, groups.tp, routers, deterministic=base.deterministic)
     built["gemm_kernels"] = tuple(plugin.build(base) for plugin in parts.gemm_kernels)
     for name, plugin in (("moe_runner", parts.moe_runner), ("moe_dispatcher", parts.moe_dispatcher)):
         if plugin is not None:

@@ -143,7 +143,7 @@ async def _create_in_background(
     except BaseException:
         caller.close()
         raise
-    context.adapters = state.adapters
+    context.scope["adapters"] = state.adapters
     response = ResponseBuilder(services, response_input, chat, state)
     response.store()
     services.run(_finish(services, response, state, caller, log))
