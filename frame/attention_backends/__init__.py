@@ -24,13 +24,6 @@ class NativeCapabilities(AttentionCapabilities):
 
     invariant_on: tuple[str, ...] = ("cpu",)
 
-    def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
-        reasons = AttentionCapabilities.unsupported(self, requirements)
-        if self.batch_invariant and requirements.deterministic and requirements.device not in self.invariant_on:
-            sentence = f"its results do not depend on the other rows of a batch on {', '.join(self.invariant_on)} alone"
-            reasons.append(Reason(sentence, "execution.deterministic: false"))
-        return reasons
-
 
 TORCH_NATIVE = NativeCapabilities(
     devices=("cpu", "cuda"),
@@ -49,7 +42,7 @@ TORCH_NATIVE = NativeCapabilities(
 )
 
 FLEX_ATTENTION = replace(
-    TORCH_NATIVE, chunked=False, tree_mask=False, spans=False, batch_invariant=False, compute_capability=((8, 0), (12, 1))
+    TORCH_NATIVE, chunked=False, tree_mask=False, spans=False, batch_invariant=False, invariant_on=(), compute_capability=((8, 0), (12, 1))
 )
 
 

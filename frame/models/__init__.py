@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from frame.core.interfaces.model import ModelCapabilities, ModelRequirements, Task
-from frame.core.interfaces.plugin import Reason
+from frame.core.interfaces.model import ModelCapabilities, Task
 from frame.registration import KindRegistry, hookimpl
 
 
@@ -17,13 +16,6 @@ class DecoderCapabilities(ModelCapabilities):
     """invariant_on: the devices on which the model is `batch_invariant`; empty: on all."""
 
     invariant_on: tuple[str, ...] = ()
-
-    def unsupported(self, requirements: ModelRequirements) -> list[Reason]:
-        reasons = ModelCapabilities.unsupported(self, requirements)
-        if requirements.deterministic and self.invariant_on and requirements.device not in self.invariant_on:
-            sentence = f"its results do not depend on the other rows of a batch on {', '.join(self.invariant_on)} alone"
-            reasons.append(Reason(sentence, "execution.deterministic: false"))
-        return reasons
 
 
 def _forms(family: str) -> tuple[str, ...]:

@@ -1,21 +1,41 @@
 """`replace_modules`: replaces modules of transformers' encoders that are slow on a GPU, with the
 same results.
 
-Used by `TransformersEncoders`. Must not know an architecture or a modality.
+Patches are embedded by a product. Where Triton kernels run, attention layers of images that follow
+each other change too: transformers rotates queries and keys by fourteen operations, attends to one
+image after another, and reads the lengths of images from the device in each layer. Here one kernel
+rotates, images of one length are attended to together, and lengths are read once. Used by
+`TransformersEncoders`. Must not know an architecture.
 """
 
 from __future__ import annotations
+
+import inspect
+from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from frame import kernels
 
-def replace_modules(encoders: nn.Module) -> None:
-    """Replace the embeddings of patches."""
-    for module in encoders.modules():
+_ARGUMENTS = {"hidden_states", "cu_seqlens", "position_embeddings"}
+_CHILDREN = {"qkv", "proj"}
+
+Runs = list[tuple[int, int]]  # lengths of sequences, and how many of this length are attended to together
+
+
+def replace_modules(encoders: nn.Module, device: torch.device) -> None:
+    """Attention layers are known by their arguments and products alone: a family whose heads rotate
+    in another way must be tested (tests/kernels/encoder_modules.py lists those that are)."""
+    runs = SequenceRuns()
+    for module in list(encoders.modules()):
         if type(module) is nn.Conv3d and _covers_patches(module):
             module.__class__ = PatchEmbedding
+        for name, layer in list(module.named_children()):
+            if kernels.can_use_triton(device) and _fits(layer):
+                setattr(module, name, PackedAttention(layer, runs))
 
 
 class PatchEmbedding(nn.Conv3d):
@@ -28,6 +48,62 @@ class PatchEmbedding(nn.Conv3d):
         return F.linear(input.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
+class SequenceRuns:
+    """The lengths of the sequences of a batch, on the host. The layers of an encoder share one or
+    two divisions into sequences, each of which is read from the device once."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[torch.Tensor, Runs]] = []
+
+    def find(self, starts: torch.Tensor) -> Runs:
+        for known, runs in self._known:
+            if known is starts:
+                return runs
+        new = [(length, count) for length, run in groupby(starts.diff().tolist()) if length for count in _split(len(list(run)))]
+        self._known = [*self._known[-1:], (starts, new)]
+        return new
+
+
+class PackedAttention(nn.Module):
+    """Takes the place of a layer `attention` of transformers, with its products and their names."""
+
+    def __init__(self, attention: nn.Module, runs: SequenceRuns) -> None:
+        super().__init__()
+        self.qkv: Any = attention.qkv
+        self.proj: Any = attention.proj
+        self.num_heads = int(attention.num_heads)  # type: ignore[arg-type]
+        self._runs = runs
+
+    def forward(
+        self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any
+    ) -> torch.Tensor:
+        """hidden_states: [tokens, width]; cu_seqlens: int32 [sequences + 1]; position_embeddings:
+        cosines and sines, [tokens, size of a head]. -> [tokens, width]."""
+        from frame.kernels.rotary_heads import rotate_heads
+
+        qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
+        cos, sin = position_embeddings
+        rotate_heads(qkv, cos.contiguous(), sin.contiguous())
+        attended, begin = [], 0
+        for length, count in self._runs.find(cu_seqlens):
+            run = qkv[begin : begin + length * count].view(count, length, *qkv.shape[1:]).permute(2, 0, 3, 1, 4)
+            attended.append(F.scaled_dot_product_attention(*run.unbind()).transpose(1, 2).flatten(2).flatten(0, 1))
+            begin += length * count
+        return self.proj(attended[0] if len(attended) == 1 else torch.cat(attended))  # type: ignore[no-any-return]
+
+
+def _split(count: int) -> list[int]:
+    """Powers of two: PyTorch keeps a plan of cuDNN for each length and count."""
+    return [1 << place for place in reversed(range(count.bit_length())) if count >> place & 1]
+
+
 def _covers_patches(module: nn.Conv3d) -> bool:
     is_plain = module.groups == 1 and set(module.padding) == {0} and set(module.dilation) == {1}
     return is_plain and tuple(module.stride) == tuple(module.kernel_size)
+
+
+def _fits(layer: nn.Module) -> bool:
+    if {name for name, _ in layer.named_children()} != _CHILDREN or not inspect.signature(layer.forward).parameters.keys() >= _ARGUMENTS:
+        return False
+    width = layer.proj.in_features  # type: ignore[union-attr]
+    return layer.qkv.out_features == 3 * width and not width % (2 * layer.num_heads)  # type: ignore[operator, union-attr]

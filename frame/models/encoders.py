@@ -19,7 +19,6 @@ from torch import nn
 
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.platform import SupportsStreams
-from frame.models.encoder_attention import replace_attention
 from frame.models.encoder_modules import replace_modules
 from frame.models.layer_pauses import LayerThreads
 from frame.models.layers.decoder import Decoder
@@ -83,7 +82,7 @@ class TransformersEncoders(nn.Module):
         self.threads = LayerThreads()
         self.model: Any = _build_model(context.model_config, context.dtype)
         self.family = str(self.model.config.model_type)
-        replace_attention(self.model, context.device)
+        replace_modules(self.model, context.device)
 
     def rename_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
         """The tensors, those of the encoders under the names of their parameters. transformers 4
@@ -174,7 +173,6 @@ def _build_model(model_config: ModelConfig, dtype: torch.dtype) -> Any:
     config = transformers.CONFIG_MAPPING[kind].from_dict(stored)
     model = transformers.AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
     del model.language_model
-    replace_modules(model)
     for module in model.modules():
         if hasattr(module, "conv_chunksize"):  # what a chunk's convolutions make is larger than what the memory plan counts
             module.conv_chunksize = min(module.conv_chunksize, _MAX_CHUNKS)

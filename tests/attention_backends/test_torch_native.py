@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from frame.attention_backends import TORCH_NATIVE
 from frame.attention_backends.torch_native import backend as native
 from frame.attention_backends.torch_native import plan as planning
 from frame.attention_backends.torch_native.backend import TorchNativeBackend
-from frame.core.interfaces.attention import AttentionSpec
+from frame.core.interfaces.attention import AttentionRequirements, AttentionSpec
 from frame.core.interfaces.batch import TreeMask
 from frame.entrypoints.tools.bench.paged_batches import (
     Case,
@@ -223,3 +224,11 @@ def test_spans_of_large_rows_are_masked_block_by_block(monkeypatch: pytest.Monke
     rows = Rows.of([30], [(0, 70), (45, 33)])
     check_case(make, Case(rows, spans=True, window=window))
     check_case(make, Case(rows, spans=True, window=window, soft_cap=2.0))
+
+
+def test_only_products_of_a_cpu_are_batch_invariant() -> None:
+    needed = AttentionRequirements("cpu", None, "mha", 64, 64, None, "bfloat16", "bfloat16", 16, deterministic=True)
+    assert TORCH_NATIVE.unsupported(needed) == []
+    (reason,) = TORCH_NATIVE.unsupported(replace(needed, device="cuda", compute_capability=(9, 0)))
+    assert "other rows of a batch" in str(reason)
+    assert TORCH_NATIVE.unsupported(replace(needed, device="cuda", compute_capability=(9, 0), deterministic=False)) == []

@@ -31,7 +31,7 @@ COSTLY = {  # over two seconds each; in `make test`, a cheaper mutant is killed 
     "drafter-CountsPositionsFromTheChunk",  # MixesRows
     "kv_allocator-SetsVariables",  # KeepsARecord
     "modality-ShiftsFrames",  # ReversesFrames
-    "routing_policy-CountsAnyBlock",  # survives: no check is shown by it
+    "routing_policy-CountsAnyBlock",  # a survivor, whose reason docs/reference/conformance.md has
     "routing_policy-RemembersAll",  # RemembersSessions
     "routing_policy-SortsAll",  # AsksAReplica
 }

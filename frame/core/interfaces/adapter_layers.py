@@ -140,8 +140,7 @@ class AdaptedRows(Protocol):
 
 
 class AdapterLayers(AdaptedRows, Protocol):
-    """What layers register with when they are built (`BuildContext.adapters`), and what tells them
-    the adapter of each row at run time."""
+    """What layers register with (`BuildContext.adapters`), which tells them each row's adapter."""
 
     adapts_routers: bool  # whether adapters may change routers of experts
 

@@ -42,8 +42,9 @@ class Anything:
 
 def list_batch_obstacles(able: Any, requirements: Any) -> list[Reason]:
     """Why a plugin cannot serve `execution.deterministic`: `batch_invariant` of the capabilities
-    `able` against `deterministic` of the requirements."""
-    if not requirements.deterministic or able.batch_invariant:
+    `able`, on the devices of `invariant_on` if it has that and any, against the requirements."""
+    devices = getattr(able, "invariant_on", ())
+    if not requirements.deterministic or (able.batch_invariant and (not devices or requirements.device in devices)):
         return []
     return [Reason("its results depend on the other rows of a batch", "execution.deterministic: false")]
 

@@ -79,6 +79,7 @@ class Router(nn.Module):
         self.weight = ShardedParameter(torch.empty(num_experts, hidden_size, dtype=self._logit_dtype))
         self.weight.bind(f"{name}.weight")
         self.delta: LayerDelta | None = None
+        # what `AdapterReader` refuses by name
         self.unadapted_router = "" if context.adapters is None or context.adapters.adapts_routers else name
         if context.adapters is not None and context.adapters.adapts_routers:
             self.delta = context.adapters.add_layer((name,), Range.whole(hidden_size), (Range.whole(num_experts),))

@@ -1,4 +1,4 @@
-"""Attention layers of image encoders, compiled."""
+"""Modules of image encoders, compiled."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 if torch.cuda.is_available():
-    from tests.kernels.encoder_attention import *  # noqa: F403
+    from tests.kernels.encoder_modules import *  # noqa: F403

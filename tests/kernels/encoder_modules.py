@@ -6,26 +6,20 @@ Run by `test_interpreted.py` under TRITON_INTERPRET=1, and by tests/gpu.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 
 from frame.kernels import INTERPRETED
 from frame.kernels.rotary_heads import rotate_heads
-from frame.models.encoder_attention import replace_attention
-from tests.models.media_checkpoints import FAMILIES
+from frame.models.encoder_modules import PackedAttention, replace_modules
+from tests.models.media_checkpoints import _TEXT, FAMILIES
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOLERANCE = 0.01  # of bfloat16, relative to the largest value
-SMALL_TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 64,
-}
-TOWERS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v")
+TOWERS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Glm4v", "Glm46V", "Glm4vMoe", "Qwen3OmniMoeThinker")
+OTHERS = ("Gemma3", "Gemma4", "LlavaOnevision", "Llava", "LlavaNext", "InternVL", "Mistral3", "Llama4", "MiniCPMV4_6")
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -43,22 +37,45 @@ def test_heads_rotate_in_place(size: int) -> None:
     assert (qkv[:, :2].float() - turned.float()).abs().max() <= TOLERANCE * turned.float().abs().max()
 
 
-@pytest.mark.parametrize("name", TOWERS)
-def test_towers_keep_their_results(name: str) -> None:
-    """Images of several sizes and a video: as transformers in float32, and no worse in bfloat16."""
+def make_encoders(name: str) -> Any:
+    """transformers' base model of a family of `FAMILIES`, with a small language model."""
     import transformers
 
     family = FAMILIES[f"{name}ForConditionalGeneration"]
-    fields = copy.deepcopy({**family.towers, **family.config, "text_config": {**SMALL_TEXT, **family.text}})
-    config = transformers.CONFIG_MAPPING[family.model_type](**fields)
-    vision = config.vision_config
+    fields = copy.deepcopy({**family.towers, **family.config, "text_config": {**_TEXT, **family.text}})
     torch.manual_seed(1)
-    exact = transformers.AutoModel.from_config(config, attn_implementation="sdpa").visual.eval().to(DEVICE)
+    return transformers.AutoModel.from_config(transformers.CONFIG_MAPPING[family.model_type](**fields), attn_implementation="sdpa")
+
+
+def count_replaced(encoders: torch.nn.Module) -> int:
+    return sum(isinstance(module, PackedAttention) for module in encoders.modules())
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_keep_their_layers(name: str) -> None:
+    with torch.device("meta"):
+        encoders = make_encoders(name)
+    replace_modules(encoders, DEVICE)
+    assert count_replaced(encoders) == 0
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_towers_keep_their_results(name: str) -> None:
+    """Images of several sizes and a video: as transformers in float32, and no worse in bfloat16."""
+    exact = make_encoders(name).visual.eval().to(DEVICE)
     replaced = copy.deepcopy(exact)
     names = [each for each, _ in exact.named_parameters()]
-    assert replace_attention(replaced, DEVICE) == vision.depth
+    replace_modules(replaced, DEVICE)
+    assert count_replaced(replaced) == exact.config.depth
     assert [each for each, _ in replaced.named_parameters()] == names
-    sizes = [[1, 4, 6], [1, 4, 6], [1, 2, 2], [1, 8, 4], *([[3, 4, 4]] if name != "Glm4v" else [])]  # transformers 5.24 fails there
+    vision = exact.config
+    sizes = [
+        [1, 4, 6],
+        [1, 4, 6],
+        [1, 2, 2],
+        [1, 8, 4],
+        *([[3, 4, 4]] if not name.startswith("Glm") else []),
+    ]  # transformers 5.24 fails there
     grid = torch.tensor(sizes, device=DEVICE)
     pixels = draw(int(grid.prod(1).sum()), 3 * vision.temporal_patch_size * vision.patch_size**2, dtype=torch.float32)
     with torch.inference_mode():
