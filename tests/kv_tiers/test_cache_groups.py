@@ -70,11 +70,14 @@ def test_tokens_are_those_without_a_cache(kind: str, page_size: int, tiers: tupl
     scheduler._planner._growth_reserve = 1  # pages that running requests need are not kept free
     assert loop.generate(PROMPTS, PARAMS) == expected
     cached = loop.stats["cached"]
-    assert [loop.generate([prompt], PARAMS)[0] for prompt in PROMPTS] == expected
+    for _ in range(4):  # a slow disk drops blocks, which a later round stores
+        assert [loop.generate([prompt], PARAMS)[0] for prompt in PROMPTS] == expected
+        load = scheduler.get_load()
+        if (loaded := sum(tier["loaded_tokens"] for tier in load["tiers"])) >= 16 * len(PROMPTS):
+            break
     scheduler.check_integrity()
-    load = {**loop.stats, **scheduler.get_load()}
     assert load["tier_failed_loads"] == load["tier_waiting"] == 0
-    assert sum(tier["loaded_tokens"] for tier in load["tiers"]) >= 16 * len(PROMPTS)
+    assert loaded >= 16 * len(PROMPTS)
     assert loop.stats["cached"] - cached >= 16 * len(PROMPTS)
     scheduler.close()
 

@@ -130,7 +130,7 @@ def test_hostile_tenant_gets_at_most_its_share(server: RunningServer) -> None:
     modest_things = store_objects(server)
     for _ in range(3):
         alone, beside, _ = compare(server, 3.0)
-        if is_fair := beside.first <= 3.0 * alone.first and beside.rate >= 0.4 * alone.rate:
+        if is_fair := beside.first <= 5.0 * alone.first and beside.rate >= 0.3 * alone.rate:
             break
     assert is_fair, (beside.first, alone.first, beside.rate, alone.rate)
     check_objects(server, modest_things)

@@ -14,7 +14,7 @@ from frame.testing.weights import weight_source
 
 SMALL = (
     (weight_source, "LARGE", 1 << 21),  # bytes of a tensor
-    (tool_call_parser, "LONG_CALL", 20_000),  # characters; the square outgrows the rest of the time of 4 * LONG_CALL
+    (tool_call_parser, "LONG_CALL", 2_000),  # characters
     (reading, "LONG", 1_500),
     (reading, "PIECES", 2_500),
     (reading, "QUICK", 0.03),  # seconds

@@ -25,7 +25,7 @@ RESULTS = Path(__file__).with_name("third_party") / "results.json"
 KNOWN = (  # repeats of real bugs
     ("adapter", "CachesByConfiguration"), ("collective", "SumsFourMillion"), ("eviction_policy", "LosesHits"),
     ("gemm_kernel", "CachesResults"), ("logits_processor", "ClearsItsNeighbour"), ("model", "WrongOnTwoRanks"),
-    ("moe_runner", "TakesEightChoices"), ("prefix_cache", "CutsNamespaces"), ("tool_call_parser", "ParsesTheCallAgain"),
+    ("moe_runner", "TakesEightChoices"), ("prefix_cache", "CutsNamespaces"), ("tool_call_parser", "SplitsTheCallAgain"),
 )  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.contexts import PARSER
 from frame.testing.generators import make_alike, require_growth
 from frame.testing.parsing.reading import (
-    GROWTH,
     MAX_HELD,
     ODD,
     compare_interleaved,
@@ -42,7 +41,8 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
 )
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", list: "array", dict: "object"}
 ODD_SCHEMAS: tuple[Any, ...] = ({"enum": 3}, {"type": [{}, "integer"]}, {"anyOf": 1}, {"anyOf": [2]}, {"type": {}}, [], None)
-LONG_CALL = 30_000  # characters of a call whose time is compared with that of four times as many
+LONG_CALL = 20_000  # characters of a call whose time is compared with that of `TIMES` as many
+TIMES, MAX_GROWTH = 8, 24.0  # a square takes 64 times as long: far from both on a busy machine
 CITY = "Zanzibar"  # stands in every drawn call once
 
 Calls = list[tuple[str, str]]
@@ -219,7 +219,7 @@ def check_long_calls(make: MakeCalls) -> None:
         text = write(length)
         return lambda: read_calls(make, [text[place : place + 4] for place in range(0, len(text), 4)], rule.functions)
 
-    require_growth(feed, LONG_CALL, 4 * LONG_CALL, "a call in pieces of four characters", GROWTH, minimum=0.05)
+    require_growth(feed, LONG_CALL, TIMES * LONG_CALL, "a call in pieces of four characters", MAX_GROWTH, minimum=0.05)
 
 
 def check_many_calls(make: MakeCalls) -> None:

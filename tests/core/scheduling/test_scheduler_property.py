@@ -8,6 +8,7 @@ slot, a cached prefix or a preempted request shows as a wrong token or a refused
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from frame.core.interfaces.cache_groups import PagePool
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.plugins.loader import load_registry
+from frame.structured_output import grammar_masks, grammar_threads
 from frame.testing.contexts import EVICTION, SCHEDULING
 from frame.testing.fake_runner import continuation
 from frame.testing.scheduler_rig import SchedulerRig
@@ -54,6 +56,15 @@ def mixed_draft(setup: SlotSetup, tokens: Sequence[int], maximum: int) -> list[i
     """Of varying length, right up to a varying place."""
     draft = right_draft(setup, tokens, maximum)[: len(tokens) % (maximum + 1)]
     return [token if i < tokens[-1] % 4 else (token + 1) % VOCAB for i, token in enumerate(draft)]
+
+
+@pytest.fixture(autouse=True)
+def quick_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is busy, too, each step waits for the masks of its grammars: a request that
+    is held for one would seem to wait without a cause."""
+    monkeypatch.setattr(grammar_threads, "QUICK_SECONDS", 60.0)
+    monkeypatch.setattr(grammar_masks, "SLOW_SECONDS", math.inf)
+    monkeypatch.setattr(grammar_masks, "CROWDED_SECONDS", math.inf)
 
 
 SCRIPTS = {"right": right_draft, "wrong": wrong_draft, "mixed": mixed_draft}

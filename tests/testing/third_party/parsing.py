@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -17,8 +15,8 @@ mutant = third_party("tool_call_parser")
 
 
 @mutant
-class ParsesTheCallAgain(Hermes):
-    """Parses the whole text of a call with each piece of it, in a time that grows with the square
+class SplitsTheCallAgain(Hermes):
+    """Splits the whole text of a call with each piece of it, in a time that grows with the square
     of the call's length."""
 
     text = ""
@@ -26,8 +24,7 @@ class ParsesTheCallAgain(Hermes):
     def feed(self, text: str) -> ToolDelta:
         self.text += text
         call = self.text.rpartition("<tool_call>")[2]
-        with contextlib.suppress(ValueError):
-            json.loads(call)
+        call.split()
         return super().feed(text)
 
 
