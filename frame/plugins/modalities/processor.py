@@ -45,6 +45,12 @@ class ProcessorModality(Modality):
         return self._row_token
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint; empty where there is no file, or another value."""
+    value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return value if isinstance(value, dict) else {}
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The checkpoint's tokenizer, for the names of its tokens."""
     from transformers import AutoTokenizer
@@ -56,7 +62,10 @@ def load_image_processor(folder: Path) -> Any:
     """The checkpoint's image processor in its PIL form."""
     from transformers.models.auto.image_processing_auto import AutoImageProcessor  # the name in `transformers` may ask for torchvision
 
-    stored = {**_read(folder / "preprocessor_config.json"), **(_read(folder / "processor_config.json").get("image_processor") or {})}
+    stored = {
+        **read_settings(folder / "preprocessor_config.json"),
+        **(read_settings(folder / "processor_config.json").get("image_processor") or {}),
+    }
     if str(stored.get("image_processor_type")).startswith("Llama4ImageProcessor"):
         return _load(
             "image processor",
@@ -82,7 +91,7 @@ def build_processor(folder: Path, model_config: ModelConfig, tokenizer: Any, **k
     """The checkpoint's processor with the sub-processors in `known`. Others are empty objects."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
-    named = [_read(folder / name).get("processor_class") for name in _FILES]
+    named = [read_settings(folder / name).get("processor_class") for name in _FILES]
     named.append(PROCESSOR_MAPPING_NAMES.get(model_config.full_config.get("model_type", "")))
 
     def build() -> Any:
@@ -146,11 +155,6 @@ def as_arrays(outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         if array.dtype.kind in "iuf":
             arrays[name] = array
     return arrays
-
-
-def _read(path: Path) -> dict[str, Any]:
-    value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return value if isinstance(value, dict) else {}
 
 
 def _load(what: str, folder: Path, load: Callable[[], Any]) -> Any:

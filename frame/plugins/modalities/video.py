@@ -7,7 +7,6 @@ are sampled, and how large they become. Must not know a container.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from frame.plugins.modalities.processor import (
     load_image_processor,
     load_tokenizer,
     number,
+    read_settings,
     refuse_unknown,
 )
 
@@ -195,11 +195,10 @@ class VideoModality(ProcessorModality):
         return cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3, self._frames, side, side)
 
     def _read_settings(self) -> dict[str, Any]:
-        for name in _FILES:
-            if (file := self.context.folder / name).is_file():
-                settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-                return settings
-        return {}
+        """From the file that transformers prefers: since version 5 it saves one for all parts."""
+        folder = self.context.folder
+        nested = read_settings(folder / "processor_config.json").get("video_processor")
+        return nested if isinstance(nested, dict) else next(filter(None, (read_settings(folder / name) for name in _FILES)), {})
 
 
 def _sample_glm(size: MediaSize, fps: float, max_seconds: float) -> np.ndarray:

@@ -161,6 +161,23 @@ def test_the_checkpoint_names_the_sampling_of_glm(built: dict[str, VideoModality
         assert made.sample(size, {}).tolist() == built[expected].sample(size, {}).tolist() != built[kind].sample(size, {}).tolist()
 
 
+def test_settings_in_one_file_of_all_parts_come_first(built: dict[str, VideoModality], tmp_path: Path) -> None:
+    """As `save_pretrained` of a processor writes them since transformers 5."""
+    context = replace(built["qwen3_vl"].context, folder=tmp_path)
+    for file in built["qwen3_vl"].context.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    stored = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({**stored, "fps": 4}))
+    file = tmp_path / "processor_config.json"
+    parts = {"image_processor": stored, "video_processor": {**stored, "fps": 1, "max_frames": 50}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **parts}))
+    (tmp_path / "preprocessor_config.json").unlink()
+    made, size = VideoModality(context), [MediaSize("MP4", 128, 96, 30 * seconds, seconds) for seconds in (20, 200)]
+    assert [len(made.sample(each, {})) for each in size] == [20, 50]
+    file.write_text(json.dumps({"processor_class": "Qwen3VLProcessor", "image_processor": stored}))
+    assert len(VideoModality(context).sample(size[0], {})) == 80
+
+
 def test_options_of_the_server_that_nothing_reads(built: dict[str, VideoModality]) -> None:
     for kind, name, value in (("glm4v", "min_frames", 8), ("glm46v", "fps", 1), ("glm4v", "max_frames", 1), ("qwen3_omni", "size", {})):
         with pytest.raises(ConfigurationError, match=name):
