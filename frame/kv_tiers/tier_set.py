@@ -159,11 +159,11 @@ class TierSet:
         return self._last_job
 
     def log_error(self, index: int, error: str) -> None:
-        """Log why a job of a tier failed, unless the same entry is recent or there are many."""
+        """Log why a job of a tier failed or was late, unless the same entry is recent or there are many."""
         now, cause = self.clock(), (index, error)
         if not error or now < self._no_log_until.get(cause, now):
             return
         self._no_log_until = {each: until for each, until in self._no_log_until.items() if now < until}
         if len(self._no_log_until) < MAX_LOGGED:
             self._no_log_until[cause] = now + LOG_INTERVAL
-            log.warning("the KV cache tier %s failed; its blocks are computed: %s", self.tiers[index].name, error)
+            log.warning("blocks of the KV cache tier %s are computed: %s", self.tiers[index].name, error)

@@ -88,7 +88,7 @@ def test_load_after_its_deadline_is_computed(caplog: pytest.LogCaptureFixture) -
     rig.now += 1.0
     assert cached_of(rig, rid) == 0
     assert (rig.load["tier_late_loads"], rig.load["tier_failed_loads"]) == (1, 0)
-    assert "tier tier0 failed; its blocks are computed: it has not read a prefix before the deadline" in caplog.text
+    assert "blocks of the KV cache tier tier0 are computed: it has not read a prefix before the deadline" in caplog.text
     assert not rig.tiers[0].loads  # abandoned, and its pages are free
     assert not len(rig.controller.list_held_pages()[0])
     rig.run()
