@@ -171,9 +171,8 @@ class BatchJobRunner:
 
     def _read(self, name: str | None) -> tuple[dict[str, BatchJob | None], set[str]]:
         """The changes, and those of the batches that run which are to be cancelled."""
-        running = (batch.id for batch in self._list_running() if name in (None, batch.id))
         # First: a batch is saved as cancelled before the request to cancel it is removed.
-        cancelled = {each for each in running if self._cancel_path(each).exists()}
+        cancelled = {each.id for each in self._list_running() if name in (None, each.id) and self._cancel_path(each.id).exists()}
         return self._reader.read_changes() if name is None else self._reader.read_change(name), cancelled
 
     def _list_running(self) -> list[BatchJob]:
