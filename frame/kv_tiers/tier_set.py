@@ -159,7 +159,7 @@ class TierSet:
         return self._last_job
 
     def log_error(self, index: int, error: str) -> None:
-        """Log why a job of a tier failed or was late, unless the same entry is recent or there are many."""
+        """Log why a job failed or was late, unless the same entry is recent or there are many."""
         now, cause = self.clock(), (index, error)
         if not error or now < self._no_log_until.get(cause, now):
             return
