@@ -155,6 +155,8 @@ def main() -> None:
             kind, device = way.split("-")
             if kind == "group":
                 client.join_group(device=device)
+            else:
+                client.leave_group()
             tokens: dict[int, list[int]] = {}
             row: dict[str, Any] = {"seconds": [], "engine_bytes": [], "same_tokens": True}
             for number in range(arguments.updates):

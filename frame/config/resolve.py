@@ -123,6 +123,7 @@ def pinned(resolved: Resolved) -> FrameConfig:
     }
     if resolved.media is not None:
         values |= {"media.table_rows": resolved.media.table_rows, "media.encode_budget": resolved.media.encode_budget}
+        values["media.processes"] = resolved.media.processes
     data = user.model_dump()
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -272,7 +273,8 @@ class _Solver:
         if not served:
             return None
         capabilities = self.chosen.selected["model"][0].record.capabilities
-        plan, reasons = plan_media(self.config, self.model_config, capabilities, served, self.dtype, chunk, max_context)
+        cores = self.hardware.cpu_cores
+        plan, reasons = plan_media(self.config, self.model_config, capabilities, served, self.dtype, chunk, max_context, cores)
         self.reasons |= reasons
         return plan
 

@@ -47,7 +47,9 @@ class MediaSection(Section):
     modalities: Annotated[tuple[str, ...] | None, Auto] = setting(
         None, "Modalities, by plugin name. auto: all that the model reads.", flag="media-modalities"
     )
-    processes: int = setting(2, "Number of processes that decode files.", flag="media-processes", ge=1, le=64)
+    processes: Annotated[int | None, Auto] = setting(
+        None, "Number of processes that decode files. auto: a quarter of the cores, from 2 to 8.", flag="media-processes", ge=1, le=64
+    )
     limits: Annotated[dict[str, Annotated[int, Field(ge=0, le=10_000)]], Counts] = setting(
         {}, "Maximum number of items of a request, as image=4,video=1. Default: image=64,video=4,audio=16.", flag="limit-mm-per-prompt"
     )

@@ -164,6 +164,7 @@ class MediaPlan:
     whole_items: bool = False  # a chunk holds an item's consecutive placeholders together, see `MediaSpans`
     rotary_positions: bool = False  # positions of three components, see `RotaryPositions`
     costs: Mapping[str, EncoderCost] = field(default_factory=dict)  # by modality, of encoders that steps can divide
+    processes: int = 2  # that decode files
 
     @property
     def held_patches(self) -> int:

@@ -70,6 +70,7 @@ class MediaEncoder:
         width, num_rows = find_width(model, context), context.media.table_rows
         self._model = model if isinstance(model, HasEncoders) and width else None
         self._platform = context.platform
+        self._group = context.tp
         self._device = device
         self.table = torch.zeros(num_rows, width, dtype=context.dtype, device=device) if width else None
         self._offsets = np.zeros(limits.max_running_requests + 1, np.int64)  # by request slot; see `SlotSetup`
@@ -95,16 +96,28 @@ class MediaEncoder:
                 self._encode_layers(order)
             elif order.slot < 0:  # else the model's own pass encodes it, see `EncoderInputs`
                 orders.setdefault(order.item.modality, []).append(order)
-        # With tp every rank encodes every item: the towers are small beside the decoder, and rows
-        # need no gather then.
         for modality, some in orders.items():
             self._encode(modality, some)
 
     def _encode(self, modality: str, orders: Sequence[EncodeOrder]) -> None:
+        """Ranks of tensor parallelism divide the items, and send each other the rows. A single item
+        is encoded by all of them, which need not send it then."""
         if self.table is None or self._model is None:
             return
-        encoded = self._model.encode(modality, [self._load(order.item) for order in orders])
-        self._store(modality, orders, encoded)
+        group = self._group
+        if group.size == 1 or len(orders) == 1:
+            self._store(orders, self._compute(self._model, modality, orders))
+            return
+        shares = divide_orders(orders, group.size)
+        own = self._compute(self._model, modality, shares[group.rank]) if shares[group.rank] else None
+        for rank, share in enumerate(shares):
+            if share:
+                rows = self.table.new_empty(sum(len(order.rows) for order in share), self.table.shape[1])
+                self._store(share, group.broadcast(own if own is not None and rank == group.rank else rows, rank))
+
+    def _compute(self, model: HasEncoders, modality: str, orders: Sequence[EncodeOrder]) -> torch.Tensor:
+        """The rows of all items, one after another."""
+        return self._join(modality, orders, model.encode(modality, [self._load(order.item) for order in orders]))
 
     def _encode_layers(self, order: EncodeOrder) -> None:
         """Compute some layers of an item, from the first one on if they are not known: after a
@@ -121,12 +134,12 @@ class MediaEncoder:
         if order.stop_layer:
             self._layers = layers
         elif rows is not None:
-            self._store(order.item.modality, [order], [rows])
+            self._store([order], self._join(order.item.modality, [order], [rows]))
 
     def _load(self, item: MediaItem) -> dict[str, torch.Tensor]:
         return {name: self._move(array) for name, array in _read(item).items()}
 
-    def _store(self, modality: str, orders: Sequence[EncodeOrder], encoded: Sequence[torch.Tensor]) -> None:
+    def _join(self, modality: str, orders: Sequence[EncodeOrder], encoded: Sequence[torch.Tensor]) -> torch.Tensor:
         assert self.table is not None, "a rank that encodes has a table"
         for order, rows in zip(orders, encoded, strict=True):
             if rows.shape != (len(order.rows), self.table.shape[1]):
@@ -134,8 +147,12 @@ class MediaEncoder:
                     f"{type(self._model).__name__} encodes a file of the modality {modality} to {tuple(rows.shape)}, and its prompt has "
                     f"{len(order.rows)} placeholders of width {self.table.shape[1]}"
                 )
+        return torch.cat(tuple(encoded)).to(self.table.dtype)
+
+    def _store(self, orders: Sequence[EncodeOrder], rows: torch.Tensor) -> None:
+        assert self.table is not None, "a rank that encodes has a table"
         places = self._move(np.concatenate([order.rows for order in orders]).astype(np.int64))
-        self.table.index_copy_(0, places, torch.cat(tuple(encoded)).to(self.table.dtype))
+        self.table.index_copy_(0, places, rows)
 
     def _move(self, array: np.ndarray) -> torch.Tensor:
         """A copy of an array on the device."""
@@ -233,6 +250,18 @@ class _Layers:
     def close(self) -> None:
         """Free what has been computed."""
         self._computing.close()
+
+
+def divide_orders(orders: Sequence[EncodeOrder], count: int) -> list[list[EncodeOrder]]:
+    """The items by rank, of nearly as many positions each: the largest first, to the rank that has
+    least. All ranks divide equal orders equally."""
+    shares: list[list[EncodeOrder]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for order in sorted(orders, key=lambda order: -order.item.patches):
+        rank = loads.index(min(loads))
+        shares[rank].append(order)
+        loads[rank] += order.item.patches
+    return shares
 
 
 def _read(item: MediaItem) -> dict[str, np.ndarray]:

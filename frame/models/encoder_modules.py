@@ -11,8 +11,10 @@ rotates, images of one length are attended to together, and lengths are read onc
 from __future__ import annotations
 
 import inspect
+import threading
+from collections import OrderedDict
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,20 +24,34 @@ from frame import kernels
 
 _ARGUMENTS = {"hidden_states", "cu_seqlens", "position_embeddings"}
 _CHILDREN = {"qkv", "proj"}
+_PLAN_SECONDS = 0.07  # of cuDNN for one shape of attention in one thread: 55 to 75 ms beside an H200
+# What cuDNN saves beside flash attention for a pair of positions and an entry of a head: 0.48 ms
+# for 8,160 positions of 16 heads of 72
+_SAVED_SECONDS = 0.48e-3 / (8160**2 * 16 * 72)
+_MAX_SHAPES = 128  # that a thread plans, and others whose losses it remembers
 
-Runs = list[tuple[int, int]]  # lengths of sequences, and how many of this length are attended to together
+
+class Run(NamedTuple):
+    """Sequences of one length that follow each other."""
+
+    length: int
+    count: int  # that are attended to together
+    is_planned: bool  # by the kernel that PyTorch prefers, else by flash attention
 
 
-def replace_modules(encoders: nn.Module, device: torch.device) -> None:
-    """Attention layers are known by their arguments and products alone: a family whose heads rotate
-    in another way must be tested (tests/kernels/encoder_modules.py lists those that are)."""
-    runs = SequenceRuns()
+def replace_modules(encoders: nn.Module, device: torch.device, *, deterministic: bool = False) -> None:
+    """deterministic: one kernel for all shapes. Attention layers are known by their arguments and
+    products alone: a family whose heads rotate in another way must be tested
+    (tests/kernels/encoder_modules.py lists those that are)."""
+    runs = SequenceRuns(deterministic=deterministic)
     for module in list(encoders.modules()):
         if type(module) is nn.Conv3d and _covers_patches(module):
             module.__class__ = PatchEmbedding
         for name, layer in list(module.named_children()):
             if kernels.can_use_triton(device) and _fits(layer):
-                setattr(module, name, PackedAttention(layer, runs))
+                packed = PackedAttention(layer, runs)
+                setattr(module, name, packed)
+                runs.num_entries += packed.qkv.out_features // 3
 
 
 class PatchEmbedding(nn.Conv3d):
@@ -48,18 +64,45 @@ class PatchEmbedding(nn.Conv3d):
         return F.linear(input.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
+class PlannedShapes(threading.local):
+    """The shapes of attention for which this thread has plans of cuDNN. PyTorch keeps plans for
+    each thread and without a bound, and makes one while the engine waits. So a shape is computed
+    by flash attention until cuDNN would have saved the time of its plan."""
+
+    def __init__(self) -> None:
+        self._planned: set[tuple[int, int]] = set()
+        self._losses: OrderedDict[tuple[int, int], float] = OrderedDict()  # seconds by other shape, those used last at the end
+
+    def is_planned(self, length: int, count: int, num_entries: int) -> bool:
+        """Whether to use cuDNN now. num_entries: of the heads of all layers."""
+        shape = length, count
+        if shape in self._planned:
+            return True
+        loss = self._losses.pop(shape, 0.0)
+        if loss >= _PLAN_SECONDS and len(self._planned) < _MAX_SHAPES:
+            self._planned.add(shape)
+            return True
+        self._losses[shape] = loss + count * length**2 * num_entries * _SAVED_SECONDS
+        if len(self._losses) > _MAX_SHAPES:
+            self._losses.popitem(last=False)
+        return False
+
+
 class SequenceRuns:
     """The lengths of the sequences of a batch, on the host. The layers of an encoder share one or
     two divisions into sequences, each of which is read from the device once."""
 
-    def __init__(self) -> None:
-        self._known: list[tuple[torch.Tensor, Runs]] = []
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self.num_entries = 0  # of the heads of all layers
+        self._shapes = None if deterministic else PlannedShapes()
+        self._known: list[tuple[torch.Tensor, list[Run]]] = []
 
-    def find(self, starts: torch.Tensor) -> Runs:
+    def find(self, starts: torch.Tensor) -> list[Run]:
         for known, runs in self._known:
             if known is starts:
                 return runs
-        new = [(length, count) for length, run in groupby(starts.diff().tolist()) if length for count in _split(len(list(run)))]
+        pairs = [(length, count) for length, run in groupby(starts.diff().tolist()) if length for count in _split(len(list(run)))]
+        new = [Run(*pair, self._shapes is not None and self._shapes.is_planned(*pair, self.num_entries)) for pair in pairs]
         self._known = [*self._known[-1:], (starts, new)]
         return new
 
@@ -85,15 +128,23 @@ class PackedAttention(nn.Module):
         cos, sin = position_embeddings
         rotate_heads(qkv, cos.contiguous(), sin.contiguous())
         attended, begin = [], 0
-        for length, count in self._runs.find(cu_seqlens):
+        for length, count, is_planned in self._runs.find(cu_seqlens):
             run = qkv[begin : begin + length * count].view(count, length, *qkv.shape[1:]).permute(2, 0, 3, 1, 4)
-            attended.append(F.scaled_dot_product_attention(*run.unbind()).transpose(1, 2).flatten(2).flatten(0, 1))
+            attended.append(_attend(*run.unbind(), is_planned=is_planned).transpose(1, 2).flatten(2).flatten(0, 1))
             begin += length * count
         return self.proj(attended[0] if len(attended) == 1 else torch.cat(attended))  # type: ignore[no-any-return]
 
 
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_planned: bool) -> torch.Tensor:
+    """Each tensor: [sequences, heads, positions, size of a head]. Flash attention is called by its
+    own name: PyTorch's choice of kernels holds for all threads."""
+    if is_planned or query.element_size() != 2 or query.shape[-1] % 8:
+        return F.scaled_dot_product_attention(query, key, value)
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]  # type: ignore[no-any-return]  # noqa: SLF001
+
+
 def _split(count: int) -> list[int]:
-    """Powers of two: PyTorch keeps a plan of cuDNN for each length and count."""
+    """Powers of two, so that a length has few shapes."""
     return [1 << place for place in reversed(range(count.bit_length())) if count >> place & 1]
 
 

@@ -82,7 +82,7 @@ class TransformersEncoders(nn.Module):
         self.threads = LayerThreads()
         self.model: Any = _build_model(context.model_config, context.dtype)
         self.family = str(self.model.config.model_type)
-        replace_modules(self.model, context.device)
+        replace_modules(self.model, context.device, deterministic=context.deterministic)
 
     def rename_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
         """The tensors, those of the encoders under the names of their parameters. transformers 4

@@ -43,7 +43,7 @@ class WeightClient:
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = timeout
         self._group: Any = None
-        self._group_name = ""
+        self._group_name = self._group_device = ""
         self._store: Any = None
         self._http: Any = None  # httpx.Client
 
@@ -60,6 +60,7 @@ class WeightClient:
         self.leave_group()
         size, wait = 1 + self.get_world_size(), timedelta(seconds=self._timeout)
         self._store = distributed.TCPStore(host, port, size, is_master=True, timeout=wait, wait_for_workers=False)
+        self._group_device = device
         name = self._group_name = f"frame-{uuid.uuid4().hex[:12]}"
         backend = distributed.get_default_backend_for_device(device)
         info = {"master_address": host, "master_port": self._store.port, "rank_offset": 1, "world_size": size, "backend": backend}
@@ -114,6 +115,12 @@ class WeightClient:
 
     def _broadcast(self, buckets: Iterable[Bucket], update: str) -> None:
         for bucket in buckets:
+            for name, tensor in bucket:  # the server would wait in vain for a broadcast that fails here
+                if tensor.device.type != self._group_device:
+                    raise WeightUpdateError(
+                        f"{name} is on {tensor.device.type}, and the group was joined for device={self._group_device!r}: move it there, "
+                        "or call leave_group() first, which sends tensors through shared memory"
+                    )
 
             def send(bucket: Bucket = bucket) -> None:
                 works = [self._group.broadcast([tensor.detach().contiguous()], distributed.BroadcastOptions()) for _, tensor in bucket]

@@ -42,6 +42,8 @@ def make_encoders(name: str) -> Any:
     import transformers
 
     family = FAMILIES[f"{name}ForConditionalGeneration"]
+    if transformers.CONFIG_MAPPING[family.model_type] not in transformers.MODEL_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} makes no base model of {name}")
     fields = copy.deepcopy({**family.towers, **family.config, "text_config": {**_TEXT, **family.text}})
     torch.manual_seed(1)
     return transformers.AutoModel.from_config(transformers.CONFIG_MAPPING[family.model_type](**fields), attn_implementation="sdpa")
@@ -60,8 +62,9 @@ def test_other_families_keep_their_layers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_towers_keep_their_results(name: str) -> None:
+def test_towers_keep_their_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of several sizes and a video: as transformers in float32, and no worse in bfloat16."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the convolution of transformers' tower
     exact = make_encoders(name).visual.eval().to(DEVICE)
     replaced = copy.deepcopy(exact)
     names = [each for each, _ in exact.named_parameters()]

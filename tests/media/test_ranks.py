@@ -14,7 +14,7 @@ import pytest
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.platform import HOST
 from frame.entrypoints.processes.join_groups import Groups, Place, join_groups
-from frame.media.encoder import find_width
+from frame.media.encoder import divide_orders, find_width
 from frame.parallel.rank_watch import RankWatch
 from tests.media.vision_rig import LAYOUTS, Prompt, VisionRig, divide
 from tests.models.ranks import ThreadGroup, on_ranks
@@ -53,6 +53,30 @@ def test_two_ranks_of_tensor_parallelism(layout: str, tmp_path: Path) -> None:
     for prompt, output in zip(prompts, expected, strict=True):
         assert output == single.expect(prompt, output)[: len(output)]
     assert on_ranks(2, act) == [expected, expected]
+
+
+def test_ranks_divide_the_items_of_a_step(tmp_path: Path) -> None:
+    prompt = Prompt().add_text(7)
+    for seed, grid in enumerate([(1, 2, 2), (1, 4, 3), (1, 1, 5), (1, 2, 3)]):
+        prompt.add_image(tmp_path, grid, seed).add_text(8 + seed)
+    first = [30, 4, 60, 50]
+    rows, orders = prompt.make_rows(first), prompt.make_orders(first)
+
+    def act(group: Any) -> tuple[list[int], list[tuple[str, int]]]:
+        groups = {} if group is None else {"groups": Groups(group), "parallel": {"tp": group.size}}
+        rig = VisionRig("interleaved", tmp_path, **groups)
+        tokens = rig.run_chunk(0, prompt, slice(0, len(rows)), rows, orders=orders)
+        for _ in range(3):
+            tokens += rig.decode([0])
+        assert tokens == rig.expect(prompt, tokens)[: len(tokens)]
+        return tokens, rig.runner.model.encoded  # type: ignore[attr-defined]
+
+    expected, _ = act(None)
+    outputs = on_ranks(2, act)
+    assert [tokens for tokens, _ in outputs] == [expected, expected]
+    assert [encoded for _, encoded in outputs] == [[("image", 1)], [("image", 3)]]
+    shares = {count: [[order.item.patches for order in share] for share in divide_orders(orders, count)] for count in (2, 3, 5)}
+    assert shares == {2: [[12], [6, 5, 4]], 3: [[12], [6], [5, 4]], 5: [[12], [6], [5], [4], []]}
 
 
 def run_stages(layout: str, folder: Path, prompts: list[Prompt]) -> list[list[list[int]]]:

@@ -34,7 +34,7 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "CUDA_VISIBLE_D
 
 
 class MediaPool:
-    """`media.processes` processes. folder: of the features. command: replaces the program."""
+    """The processes. folder: of the features. command: replaces the program."""
 
     def __init__(self, resolved: Resolved, folder: Path, command: Sequence[str] | None = None) -> None:
         media = resolved.user.media
@@ -44,7 +44,10 @@ class MediaPool:
         self._command = command or python_command("-m", MODULE)
         self._seconds = WALL_FACTOR * media.decode_timeout + GRACE
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
-        self._workers = [_Worker(self._command, self._setup) for _ in range(media.processes)]
+        if resolved.media is None:
+            raise ValueError("the configuration has no media")
+        self.num_processes = media.processes or resolved.media.processes
+        self._workers = [_Worker(self._command, self._setup) for _ in range(self.num_processes)]
         self._replacements: set[asyncio.Task[None]] = set()
         self.tokens: dict[str, tuple[str, str]] = {}  # by modality: placeholder and row token
         self.num_deaths = 0

@@ -110,7 +110,7 @@ class MediaService:
             raise ConfigurationError(f"media.allowed_domains: {error}.") from None
         self._fetcher = Fetcher(domains, media.allowed_local_path, media.max_bytes, media.timeout)
         self._fetches = FairSemaphore(MAX_FETCHES)
-        self._decodes = FairSemaphore(media.processes)
+        self._decodes = FairSemaphore(self.pool.num_processes)
         self._held: dict[tuple[str, bytes], _Held] = {}
         self._in_preparation: Counter[str] = Counter()  # parts, by owner
         self._fatal: dict[bytes, None] = {}  # digests of files that ended two processes, the latest last

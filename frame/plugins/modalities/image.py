@@ -8,6 +8,7 @@ pixels; so header and decoder agree. Must not know a model by name.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 import re
@@ -73,7 +74,12 @@ class ImageModality(ProcessorModality):
         self._shapes = copy.copy(self._processor)
         self._shapes.image_processor = _without_pixels(images)
         self._has_grids = context.model_config.has_mrope
+        self._bytes = copy.copy(self._processor)
+        self._bytes.image_processor = _with_byte_patches(images)
         self._scaling = self._find_scaling()
+        if self._scaling is None and self._bytes.image_processor is not images:  # its patches have another order
+            self._bytes = self._processor
+            self._scaling = self._find_scaling()
 
     def read_size(self, data: bytes) -> MediaSize:
         return read_picture_size(data, self.context.limits)
@@ -106,9 +112,9 @@ class ImageModality(ProcessorModality):
         """The features of a picture in mode RGB, as bytes if the processor allows it."""
         if self._scaling is None:
             return as_arrays(self._process(self._processor, image, {})[0])
-        arrays = as_arrays(self._process(self._processor, image, self._raw)[0])
+        arrays = as_arrays(self._process(self._bytes, image, self._raw)[0])
         pixels = self._arrange(arrays[_PIXELS])
-        return {**arrays, _PIXELS: pixels.astype(np.uint8), **self._scaling}
+        return {**arrays, _PIXELS: pixels.astype(np.uint8, copy=False), **self._scaling}
 
     def _process(self, processor: Any, image: Any, arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
         """-> the processor's outputs, and the expansion of the placeholder."""
@@ -131,9 +137,8 @@ class ImageModality(ProcessorModality):
         [patches, channels, 1, height, width], which transformers flattens, a frame doubled in
         time."""
         if pixels.ndim == 2:
-            images = self._processor.image_processor
-            side, frames = images.patch_size, images.temporal_patch_size
-            return pixels.reshape(len(pixels), -1, frames, side, side)[:, :, :1]
+            side = self._processor.image_processor.patch_size
+            return pixels.reshape(len(pixels), 3, -1, side, side)[:, :, :1]
         return pixels[0] if pixels.ndim == 5 else pixels  # of an image's tiles
 
     def _find_prefix(self, merged: Mapping[str, Any]) -> str:
@@ -204,6 +209,24 @@ def _reduced(height: int, width: int, options: Mapping[str, Any]) -> tuple[int, 
     if detail != "low" or ratio >= 1:
         return height, width
     return max(1, round(height * ratio)), max(1, round(width * ratio))
+
+
+def _with_byte_patches(images: Any) -> Any:
+    """A copy of an image processor that divides bytes into patches in one copy; transformers makes
+    numbers of 32 bits first. The processor itself if it divides in another way."""
+    base = type(images)
+    method = getattr(base, "patchify", None)
+    if method is None or list(inspect.signature(method).parameters)[-4:] != ["image", "patch_size", "merge_size", "temporal_patch_size"]:
+        return images
+
+    def patchify(_: Any, image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_size: int) -> tuple[np.ndarray, int, int]:
+        channels, rows, columns = len(image), image.shape[1] // patch_size, image.shape[2] // patch_size
+        squares = image.reshape(channels, rows // merge_size, merge_size, patch_size, columns // merge_size, merge_size, patch_size)
+        return squares.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1), rows, columns
+
+    changed = copy.copy(images)
+    changed.__class__ = type(base.__name__, (base,), {"__module__": base.__module__, "patchify": patchify})
+    return changed
 
 
 def _without_pixels(images: Any) -> Any:

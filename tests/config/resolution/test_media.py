@@ -70,6 +70,16 @@ def test_sizes_that_the_user_sets(model: ModelConfig) -> None:
     assert (resolved.media.table_rows, resolved.media.encode_budget, resolved.media.modalities) == (100, 7, ("image",))
 
 
+@pytest.mark.parametrize(("cores", "expected"), [(1, 2), (11, 2), (16, 4), (256, 8)])
+def test_processes_follow_the_cores(model: ModelConfig, cores: int, expected: int) -> None:
+    machine = replace(MACHINE, cpu_cores=cores)
+    resolved = resolve(FrameConfig(), machine, model, make_records())
+    assert resolved.media is not None and resolved.media.processes == expected
+    assert f"{cores} cores" in resolved.reasons["media.processes"]
+    explicit = resolve(FrameConfig.model_validate({"media": {"processes": 5}}), machine, model, make_records())
+    assert explicit.media is not None and explicit.media.processes == 5 and "media.processes" not in explicit.reasons
+
+
 def test_images_in_both_directions_need_a_plugin_that_has_them(model: ModelConfig) -> None:
     both = replace(model, config={**model.config, "use_bidirectional_attention": "vision"})
     resolved = run(both)
