@@ -35,7 +35,7 @@ class Run(NamedTuple):
     """Sequences of one length that follow each other."""
 
     length: int
-    count: int  # that are attended to together
+    num_sequences: int  # that are attended to together
     is_planned: bool  # by the kernel that PyTorch prefers, else by flash attention
 
 

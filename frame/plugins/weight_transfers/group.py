@@ -26,6 +26,7 @@ from frame.interfaces.weight_transfer import WeightTransfer, WeightTransferConte
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # by backend: the prefix that torch puts before the keys of its store
 RETRY = 0.1  # seconds between two attempts to reach the trainer
 TRAINER = 0  # its rank
+WATCHDOG_GRACE = timedelta(seconds=60)
 
 
 class GroupInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,7 +93,8 @@ class GroupTransfer(WeightTransfer):
             own = find_own_address(info.master_address, info.master_port)
             return make_gloo_group(store, rank, info.world_size, self._timeout, own)
         options = distributed.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout  # noqa: SLF001 - the name that torch gives it
+        # longer than `_broadcast` waits: torch ends a process whose collective takes longer
+        options._timeout = self._timeout + WATCHDOG_GRACE  # noqa: SLF001 - torch's name
         return distributed.ProcessGroupNCCL(store, rank, info.world_size, options)
 
     def receive(self, part: TransferPart) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -173,6 +174,17 @@ def test_numbers_beyond_64_bits_are_refused(server: RunningServer) -> None:
     ):
         reply = server.post(path, body)
         assert reply.status_code == 400 and "64 bits" in reply.text, (path, reply.text)
+
+
+def test_tensors_on_another_device_than_the_group_are_refused(server: RunningServer, folders: list[Path]) -> None:
+    client, tensors = WeightClient(server.url), tensors_of(folders[0])
+    client.join_group()
+    began = time.monotonic()
+    with pytest.raises(WeightUpdateError, match=r"is on meta, and the group was joined for device='cpu': move it there"):
+        client.update({name: tensor.to("meta") for name, tensor in tensors.items()})
+    assert time.monotonic() - began < 30  # the server waits for no broadcast
+    assert client.update(tensors, "same") == "same"
+    client.close()
 
 
 def test_vllms_calls_and_sessions(server: RunningServer, folders: list[Path]) -> None:
