@@ -26,6 +26,9 @@ RERUN = { echo "=== the failed tests once more, one by one ==="; \
 	$(TEST_ENV) $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 20 -v $(SELECTED); }
 # Arguments for the program: make serve ARGS="--port 8000", make test ARGS="tests/core -k radix".
 ARGS ?=
+# `make test SLOW=1`: the slow tests too, as in continuous integration; so does `make test` of tests that ARGS name.
+SLOW ?=
+SELECTED := $(if $(strip $(ARGS) $(SLOW)),,-m "not soak and not exhaustive and not slow")
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-full test-gpu test-page axe soak check lint types agents docs bench clean setup setup-dev
@@ -37,7 +40,7 @@ serve: $(STAMPS)/package $(STAMPS)/x86  ## set up, then serve the embedded model
 	$(BIN)/frame serve $(ARGS)
 
 # mypy uses one core for a minute where it has no cache: the tests run beside it.
-test: lint  ## set up, lint, check types, run the tests: of products of parameters, each pair of values
+test: lint  ## set up, lint, check types, run the tests but the slow ones (SLOW=1: all), of products of parameters each pair of values
 	@mkdir -p build; $(BIN)/mypy >build/mypy.log 2>&1 & types=$$!; \
 	{ $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=40 --durations-min=2 $(SELECTED) $(ARGS) || $(RERUN); }; \
 	tests=$$?; wait $$types; types=$$?; cat build/mypy.log; exit $$((tests | types))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -231,6 +232,7 @@ def test_no_request_starves(seed: int, overlap: bool, share: float, target: floa
     rig.run(max_steps=4000)  # it checks every token
 
 
+@pytest.mark.slow
 def test_tokens_are_those_without_a_target() -> None:
     numbers = random.Random(3)
     prompts = [[numbers.randrange(10, 900) for _ in range(numbers.randrange(200, 500))] for _ in range(8)]

@@ -176,6 +176,7 @@ def test_rooms_are_in_different_sets() -> None:
     assert all(not set(MEMBERS[a]) <= set(MEMBERS[b]) for a, b in itertools.permutations(PROBED, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(7))
 def test_a_set_of_rooms_is_deleted(tree: Path, number: int) -> None:
     run_without(tree, *(name for name, sets in MEMBERS.items() if number in sets))

@@ -55,6 +55,7 @@ def cases() -> Iterator[tuple[str, suite.Case]]:
     yield "mla-few-new-tokens", suite.Case(Rows.of([40], [(250, 2)]), **deepseek)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for _, case in cases()], ids=[name for name, _ in cases()])
 def test_calls_compute_attention(case: suite.Case) -> None:
     suite.check_case(make, case)
@@ -137,6 +138,7 @@ def test_page_lists() -> None:
     assert lists.pages.tolist() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernel_lists_pages() -> None:
     """Runs in its own process under the interpreter."""
@@ -280,6 +282,7 @@ def test_modules_are_built_as_the_library_builds_them_and_only_missing_ones_are_
     assert sorted(built) == ["cached", "new", "of another build", "prebuilt"]
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_does_not_wait_for_a_compilation() -> None:
     program = """
 import threading, time

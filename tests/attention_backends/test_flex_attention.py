@@ -23,6 +23,7 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
     return [] if any(part in name for part in SOME) else [pytest.mark.soak]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [pytest.param(check, id=check.name, marks=_marks(check.name)) for check in CHECKS])
 def test_conformance(check: conformance.Check) -> None:
     with warnings.catch_warnings():

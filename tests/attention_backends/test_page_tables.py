@@ -57,6 +57,7 @@ def library_cases() -> Iterator[tuple[str, str, Case]]:
         yield "flashmla", title, case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), [(n, c) for n, _, c in library_cases()], ids=[f"{n}-{t}" for n, t, _ in library_cases()])
 def test_calls_compute_attention(name: str, case: Case) -> None:
     suite.check_case(lambda found: make(name, found), case)

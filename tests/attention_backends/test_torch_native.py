@@ -36,6 +36,7 @@ CHECKS = conformance.checks("attention_backend", SUBJECT)
 LATENT = {"rank": 32, "rope": 16, "head_dim": 40, "v_head_dim": 24}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])
 def test_conformance(check: conformance.Check) -> None:
     check.run()

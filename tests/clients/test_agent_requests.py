@@ -78,6 +78,7 @@ def http(url: str) -> Any:
         yield client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHAT)
 def test_chat(http: httpx.Client, name: str) -> None:
     body = {"model": MODEL, "max_tokens": 200, "seed": 3, **CHAT[name]}

@@ -38,6 +38,7 @@ def records(client: openai.OpenAI, name: str | None) -> list[dict[str, Any]]:
     return [json.loads(text) for text in client.files.content(name).text.splitlines()] if name else []
 
 
+@pytest.mark.slow
 def test_good_and_bad_lines(client: openai.OpenAI) -> None:
     good = [line(f"good-{i}") for i in range(12)]
     bad = [line("hot", BODY | {"temperature": -1}), "\n", line("none", BODY | {"messages": []})]

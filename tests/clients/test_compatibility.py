@@ -193,6 +193,7 @@ def test_named_tests_exist(test: str) -> None:
     assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [row for row, checks in DIFFERS.items() if any(isinstance(each, Asked) for each in checks)])
 def test_what_differs(row: str, url: str, embedder: RunningServer) -> None:
     for each in DIFFERS[row]:

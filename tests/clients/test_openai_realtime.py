@@ -61,6 +61,7 @@ def ask(connection: Any, **response: Any) -> list[Any]:
     return collect(connection, "response.done")
 
 
+@pytest.mark.slow
 def test_a_conversation_in_text(client: Any, connection: Any) -> None:
     connection.session.update(session={"type": "realtime", "instructions": "Be brief.", "output_modalities": ["text"]})
     session = connection.recv().session
@@ -212,6 +213,7 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
     running.stop()
 
 
+@pytest.mark.slow
 def test_a_transcription(whisper: RunningServer) -> None:
     client: Any = openai.OpenAI(base_url=f"{whisper.url}/v1", api_key="none", max_retries=0)
     samples = noise(2.3)

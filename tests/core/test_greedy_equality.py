@@ -103,6 +103,7 @@ def test_page_sizes(case, page_size, overlap):
     run(make_loop(case, page_size=page_size, overlap=overlap), case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", (*IN_SOAK, *FALLBACK[1:-1]))
 def test_forms_at_once(architecture, tmp_path):
     """Chunks, mixed batches and preemption at once, then a radix hit, of few prompts; every form
@@ -126,6 +127,7 @@ def combinations():
         yield pytest.param(settings, marks=[pytest.mark.soak] * ((sum(indices) + overlap) % 4 > 0), id="-".join(map(str, settings)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WHOLE, indirect=True)
 @pytest.mark.parametrize("settings", combinations())
 def test_everything_together(case, settings):

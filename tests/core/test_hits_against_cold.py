@@ -76,6 +76,7 @@ def draw_texts(numbers: random.Random) -> list[list[int]]:
     return [random_ids(numbers, MAX_LENGTH + 4) for _ in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["window", "snapshot, gated DeltaNet", "sidecar", ENCODED])
 def test_a_hit_changes_no_token(kind, tmp_path):
     assert compare(kind, tmp_path, 4 * ROWS) > 0

@@ -62,6 +62,7 @@ def measure(loop: LocalLoop, case: Case, prompt: list[int], params: SamplingPara
     return max(float((torch.tensor(ours) - chosen).abs().max()), float((theirs.max(-1).values - chosen).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", ODD, ids=str)
 def test_runs_equal_transformers(odd: OddConfiguration, tmp_path: Path) -> None:
     found = run_odd(odd, tmp_path)

@@ -103,6 +103,7 @@ CASES = [("ngram", name) for name in GRID] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "name"), CASES)
 def test_grid(expected: Any, algorithm: str, name: str) -> None:
     prompts, params, outputs = expected
@@ -149,6 +150,7 @@ def test_recurrent_states(architecture: str, seed: int, tmp_path: Path) -> None:
     loop.scheduler.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ngram", "draft_model"])
 def test_thinking_budgets(algorithm: str) -> None:
     """The closing token is forced at the same place, also within a draft."""
@@ -190,6 +192,7 @@ def test_draft_model_with_another_vocabulary(tmp_path: Path) -> None:
         make_loop(algorithm="draft_model", draft=str(make_checkpoint("LlamaForCausalLM", tmp_path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "overlap"), [("ngram", False), ("mtp", False), ("mtp", True)])
 def test_grammars(algorithm: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with and without a grammar; with overlap, two run at a time, a grammar arrives while
@@ -248,6 +251,7 @@ def make_script(expected: Any, num_right: int) -> Script:
     return script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_right", [0, 2])
 def test_oracle_and_adversary(expected: Any, num_right: int) -> None:
     prompts, params, outputs = expected
@@ -282,6 +286,7 @@ def make_tree_script(expected: Any) -> TreeScript:
     return script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"tokens": 160, "chunk": 64, "overlap": True}, {"page_size": 1}])
 def test_trees(expected: Any, settings: dict[str, Any]) -> None:
     """Also with logits processors, preemption, and prompts from the prefix cache, whose keys were
@@ -302,6 +307,7 @@ def test_trees(expected: Any, settings: dict[str, Any]) -> None:
     assert loop.scheduler.get_load()["used_pages"] == 0
 
 
+@pytest.mark.slow
 def test_trees_of_a_device_drafter(expected: Any) -> None:
     """Trees of the depth of the chains find more tokens, and their steps overlap."""
     prompts, params, outputs = expected
@@ -385,6 +391,7 @@ def test_trees_of_fewer_tokens_than_passes(expected: Any, monkeypatch: pytest.Mo
     assert loop.scheduler.get_load()["accepted_tokens"] > 0 and "not used any more" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_two_ranks_draft_on_their_devices(expected: Any, topk: int) -> None:
     prompts, params, outputs = expected

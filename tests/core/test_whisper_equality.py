@@ -52,6 +52,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> AudioCase:
     return AudioCase(str(folder), prompts, inputs, load_whisper(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (16, 512)])
 def test_tokens_equal_those_of_transformers(case: AudioCase, page_size: int, chunk: int) -> None:
     loop = make_loop(case.folder, 4096, "torch_native", page_size=page_size, chunk=chunk)
@@ -62,6 +63,7 @@ def test_tokens_equal_those_of_transformers(case: AudioCase, page_size: int, chu
     assert loop.stats["cached"] > 40
 
 
+@pytest.mark.slow
 def test_another_backend(case: AudioCase) -> None:
     case.run(make_loop(case.folder, 4096, "flex_attention", chunk=30), greedy(3))
 

@@ -64,6 +64,7 @@ def test_refusals_are_sentences(tmp_path: Path) -> None:
         ProfiledRunner(Nothing(), tmp_path / "file" / "x", 0, HOST.profiler_activities).profile(ProfileRequest())
 
 
+@pytest.mark.slow
 def test_every_rank_writes_a_trace(tmp_path: Path) -> None:
     model = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     with Engine(model=str(model), tp=2, max_total_tokens=256, profile_dir=str(tmp_path / "traces")) as engine:

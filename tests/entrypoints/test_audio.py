@@ -62,6 +62,7 @@ def read_damaged_heads() -> int:
     return read
 
 
+@pytest.mark.slow
 def test_damaged_heads_are_read_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tenth of the files that are no WAV is given to a process that decodes it."""
     others = itertools.count()

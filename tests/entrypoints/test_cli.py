@@ -84,6 +84,7 @@ def test_plugins_list_in_words_and_json() -> None:
     assert {each["kind"] for each in only["plugins"]} == {"eviction_policy"}
 
 
+@pytest.mark.slow
 def test_every_plugin_has_a_summary_and_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = loader.load_registry()
     monkeypatch.setattr(loader, "load_registry", lambda *_, **__: registry)  # read once for all

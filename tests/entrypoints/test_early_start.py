@@ -47,6 +47,7 @@ def early_processes(parent: int) -> list[list[str]]:
     return [command for command in commands if command[4:8] == ["scheduler", "--early", "--parent", str(parent)]]
 
 
+@pytest.mark.slow
 def test_it_becomes_the_engine() -> None:
     with RunningServer(Path(EMBEDDED), *SMALL, fake=False, forked=False) as server:
         (child,) = psutil.Process(server.process.pid).children()
@@ -103,6 +104,7 @@ def test_the_start_goes_on_without_it() -> None:
         assert process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_it_ends_with_its_input() -> None:
     command = [sys.executable, "-m", WORKER, "scheduler", "--early", "--parent", str(os.getpid())]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=500, check=False)

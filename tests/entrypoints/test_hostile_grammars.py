@@ -35,6 +35,7 @@ def generate(server: RunningServer, **fields: Any) -> httpx.Response:
     return httpx.post(server.url + "/generate", json=body, timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_a_hostile_grammar_ends_by_its_budget(server: RunningServer, name: str) -> None:
     reply = generate(server, max_new_tokens=400, seed=1, **GRAMMARS[name])

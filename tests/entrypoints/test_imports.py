@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 START = """
 import sys
 from frame import Engine
@@ -31,6 +33,7 @@ sys.exit(run(load_config(None, {"port": 0})))
 """
 
 
+@pytest.mark.slow
 def test_an_engine_starts_without_compilers_and_algebra(checkpoint: Path, tmp_path: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))

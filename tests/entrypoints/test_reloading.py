@@ -96,6 +96,7 @@ def test_what_sighup_renews(checkpoint: Path, tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_the_end_of_a_terminal_ends_the_server(checkpoint: Path) -> None:
     controller, terminal = os.openpty()
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -98,6 +98,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("left_out", "step"),
     [(LONG, 12), pytest.param(LONG, 1, marks=pytest.mark.exhaustive), pytest.param((), 1, marks=pytest.mark.soak)],

@@ -45,6 +45,7 @@ def replies(url: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", [pytest.param("2>&-", marks=pytest.mark.soak), "<&- >&- 2>&-"])
 def test_closed_standard_streams(checkpoint: Path, shell: str) -> None:
     with starting(checkpoint, "--access-log", "--detokenizer-workers", "1", shell=shell) as (process, url):
@@ -58,6 +59,7 @@ def test_closed_standard_streams(checkpoint: Path, shell: str) -> None:
         assert process.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_the_log_says_that_the_port_is_open_before_the_model_is_loaded(checkpoint: Path) -> None:
     with starting(checkpoint, seconds=30.0) as (process, url):
         assert process.stderr is not None
@@ -68,6 +70,7 @@ def test_the_log_says_that_the_port_is_open_before_the_model_is_loaded(checkpoin
         assert httpx.post(url + "/v1/completions", json={"prompt": "x"}, timeout=30).status_code == 503
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
@@ -92,6 +95,7 @@ def test_a_server_that_is_stopped_while_it_starts_ends_with_0(checkpoint: Path, 
         assert not [child for child in children if child.is_running()]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_during_the_start_ends_it_with_1(checkpoint: Path) -> None:
     with starting(checkpoint, seconds=30.0) as (process, url):
         wait_until(lambda: replies(url + "/health/live"), 60)

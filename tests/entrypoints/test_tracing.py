@@ -144,6 +144,7 @@ def batch_of(step: int, slots: list[int], samples: list[bool], **more: Any) -> S
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_ranks_have_spans(checkpoint: Path) -> None:
     with collecting() as collector:
         flags = ("--otlp-endpoint", collector.url, "--tp", "2", "--threads", "1", "--max-model-len", "512", "--max-total-tokens", "1024")

@@ -61,6 +61,7 @@ def engine(folders: list[Path]) -> Iterator[Engine]:
         yield running
 
 
+@pytest.mark.slow
 def test_a_repeated_prompt_over_ten_versions(engine: Engine, folders: list[Path], expected: list[Any]) -> None:
     """No cached prefix of an older version is read, and those of a version are."""
     assert outputs_of(engine) == expected[0]

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.examples.conftest import EXAMPLE, ROOT, Environment
 
 
+@pytest.mark.slow
 def test_it_is_listed_with_who_brought_it(environment: Environment) -> None:
     lines = environment.frame("plugins", "list").stdout.splitlines()
     (line,) = (line for line in lines if "blockwise" in line)
@@ -17,6 +20,7 @@ def test_it_is_listed_with_who_brought_it(environment: Environment) -> None:
     assert "attention_backend" in line
 
 
+@pytest.mark.slow
 def test_it_loads(environment: Environment) -> None:
     assert "loads" in environment.frame("plugins", "check", "blockwise").stdout
 
@@ -57,6 +61,7 @@ def test_its_schema_is_in_the_editors(environment: Environment) -> None:
     assert "block_tokens" in json.dumps(schema)
 
 
+@pytest.mark.slow
 def test_it_passes_conformance(environment: Environment, tmp_path: Path) -> None:
     verdict = tmp_path / "verdict.json"
     done = environment.run(
@@ -68,6 +73,7 @@ def test_it_passes_conformance(environment: Environment, tmp_path: Path) -> None
     assert json.loads(verdict.read_text())
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass(environment: Environment, tmp_path: Path) -> None:
     done = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", EXAMPLE / "pyproject.toml", EXAMPLE / "tests")
     assert " passed" in done.stdout

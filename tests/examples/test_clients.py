@@ -53,11 +53,13 @@ def test_every_script_is_run() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == NAMES
 
 
+@pytest.mark.slow
 def test_agent(chat: RunningServer) -> None:
     said = run("agent", "--base-url", chat.url + "/v1", "--model", "agent-model", "How warm is it in Oslo, in Fahrenheit?")
     assert said.splitlines() == ['get_temperature({"city": "Oslo"}) = 4.0', 'to_fahrenheit({"celsius": 4.0}) = 39.2', "It is 39.2 degrees."]
 
 
+@pytest.mark.slow
 def test_extraction(chat: RunningServer) -> None:
     said = run("extract", "--base-url", chat.url + "/v1", "--model", "agent-model", "Two teapots for Ada, by Friday, please.")
     assert json.loads(said) == {"customer": "Ada", "item": "teapot", "count": 2, "is_urgent": True}

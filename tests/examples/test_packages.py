@@ -109,6 +109,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_a_pooler_that_a_checkpoint_asks_for_makes_its_vectors(environment: Environment, tmp_path: Path) -> None:
     errors = [float(line) for line in environment.run("-c", EMBED, tmp_path / "model").stdout.split()]
     assert len(errors) == 3 and max(errors) < 1e-5
@@ -132,6 +133,7 @@ with Engine(threads=1, max_total_tokens=2048, sampler="mirostat", plugins_option
 """
 
 
+@pytest.mark.slow
 def test_a_sampler_of_the_configuration_keeps_the_surprise_of_each_request(environment: Environment) -> None:
     *found, wrong, unused = environment.run("-c", SAMPLE, timeout=300).stdout.splitlines()
     low, middle, high = map(float, found)
@@ -140,6 +142,7 @@ def test_a_sampler_of_the_configuration_keeps_the_surprise_of_each_request(envir
     assert unused.startswith("top_p has no effect with the sampler mirostat")
 
 
+@pytest.mark.slow
 def test_a_key_store_and_a_tracer_of_the_command_line_serve(environment: Environment, tmp_path: Path) -> None:
     """A server over sockets: keys of one team share a prefix cache that another team does not see;
     a key that is taken out of the file is refused; operators' routes open for the operators. Each
@@ -215,6 +218,7 @@ def test_a_stat_logger_of_the_configuration_sends_what_it_gets(environment: Envi
     assert "frame.frame-tiny.time_to_first_token:125.000|ms" in lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", ["not files_above_2_gib", pytest.param("", marks=pytest.mark.soak)], ids=["most", "all"])
 def test_they_pass_their_suites(environment: Environment, tmp_path: Path, chosen: str) -> None:
     suites = [f"--frame-conformance={suite}" for suite in SUITES]

@@ -79,6 +79,7 @@ def test_deepseek_serves_on_eight_gpus(hardware: Hardware, backend: str, tmp_pat
     assert resolved.cuda_graph_max_bs == resolved.max_running_requests == 256
 
 
+@pytest.mark.slow
 def test_the_header_of_deepseek_says_what_the_plan_prints() -> None:
     path = EXAMPLES / "deepseek.yaml"
     done = CliRunner().invoke(cli, ["plan", "--config", str(path), "--machine", "8xh200", "--json"])
@@ -87,6 +88,7 @@ def test_the_header_of_deepseek_says_what_the_plan_prints() -> None:
     assert f"about {found['max_total_tokens'] // 10_000 * 10_000:,} tokens" in text
 
 
+@pytest.mark.slow
 def test_the_laptop_preset_checks_here() -> None:
     command = [sys.executable, "-m", "frame", "config", "check", "--config", str(EXAMPLES / "laptop.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)

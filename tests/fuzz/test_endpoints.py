@@ -119,6 +119,7 @@ async def is_well(server: InProcess) -> None:
     assert reply.ok, reply.error
 
 
+@pytest.mark.slow
 async def test_every_endpoint() -> None:
     async with serving() as server:
         found = await attack(server, 1, 1500)

@@ -148,6 +148,7 @@ def attack(name: str, seed: int, count: int) -> Counter[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["xgrammar", "llguidance", "combined"])
 def test_grammars(name: str) -> None:
     found = attack(name, 1, 40)

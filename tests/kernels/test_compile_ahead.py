@@ -215,6 +215,7 @@ def make_config(path: Any) -> FrameConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
     [

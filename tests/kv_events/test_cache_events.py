@@ -176,6 +176,7 @@ def replay(context: zmq.Context, rig: Rig, index: Index) -> None:
     socket.close(linger=0)
 
 
+@pytest.mark.slow
 def test_the_index_equals_the_tree(tmp_path: Path, context: zmq.Context) -> None:
     rig, index = Rig(tmp_path), Index()
     socket = subscribe(context, rig)

@@ -63,6 +63,7 @@ def hash_tree(rig: Rig) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_index_equals_the_tree(tmp_path: Path, reader: EventReader) -> None:
     """Where every fifth message is lost. Where more are than can be repeated, it has less."""
     random.seed(1)

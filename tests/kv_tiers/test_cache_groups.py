@@ -58,6 +58,7 @@ def prepare_loop(folder: Path, blocks: Path, num_tokens: int, page_size: int, ti
     return LocalLoop(scheduler, runner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "page_size", "tiers"), CASES)
 def test_tokens_are_those_without_a_cache(kind: str, page_size: int, tiers: tuple[str, ...], tmp_path: Path) -> None:
     """With chunks, overlap and preemption; the second round reads what the first one stored."""

@@ -53,6 +53,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", [("host",), ("disk",), ("host", "disk")], ids="-".join)
 def test_a_small_pool_with_tiers_gives_the_same_tokens(tiers: Sequence[str], expected: list[list[int]], tmp_path: Path) -> None:
     rounds, (_, cached) = serve(tiers, tmp_path / "blocks", WORKING_SET // 20, 2)

@@ -46,6 +46,7 @@ def run_example(source: str, file: Path, backend: Any) -> None:
     exec(compile(source, str(file), "exec"), {"backend": backend, "__name__": "example"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, _ in EXAMPLES])
 def test_examples_of_the_page(name: str, backends: dict[str, Any], tmp_path: Path) -> None:
     source = dict(EXAMPLES)[name]

@@ -121,6 +121,7 @@ def direct(text: str, values: dict[str, Any], steps: Any) -> str:
     return text
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(STEP, max_size=6))
 def test_programs_equal_their_direct_implementation(steps: Any) -> None:

@@ -310,6 +310,7 @@ def test_random_tensors_depend_only_on_seed_name_and_shape() -> None:
     assert RandomTensor("bias", (5,), numbers)[...].tolist() == [0.0] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["safetensors", "dummy"])
 def test_weight_sources_pass_their_suite(name: str) -> None:
     registry = load_registry(installed=False)

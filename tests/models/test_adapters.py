@@ -69,6 +69,7 @@ def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, exact: bool = True, *
     return adapters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rows_have_their_adapters(architecture: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     compare(checkpoint(architecture, tie_word_embeddings=False), monkeypatch)

@@ -56,6 +56,7 @@ def draw(length: int, seed: int) -> list[int]:
     return torch.randint(6, 100, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("which", range(len(ARCHITECTURES)), ids=lambda which: f"{ARCHITECTURES[which][0]}-{which}")
@@ -86,6 +87,7 @@ def test_without_the_mode_bits_depend_on_the_batch(checkpoint: Callable[..., Pat
     assert not torch.equal(torch.cat(parts), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GptOssForCausalLM", "Qwen3NextForCausalLM", "FalconH1ForCausalLM"])
 def test_bits_of_rows_with_adapters(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     """A row with an adapter and one without, alone and among rows with and without, on one rank and

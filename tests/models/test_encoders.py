@@ -72,6 +72,7 @@ def run_reference(folder: Path, modality: str, items: list[Item], prompt: Prompt
     return logits, seen[0]["inputs_embeds"][0], positions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "modality"), CASES)
 def test_logits_of_prompts_with_media(media_checkpoint: Make, architecture: str, modality: str) -> None:
     folder = media_checkpoint(architecture)
@@ -103,6 +104,7 @@ def test_logits_of_prompts_with_media(media_checkpoint: Make, architecture: str,
         start += size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("architecture", "modality"), [case for case in CASES if case[0] not in SPANS])
 def test_bits_depend_on_no_other_item_and_row(media_checkpoint: Make, architecture: str, modality: str, dtype: torch.dtype) -> None:
@@ -298,6 +300,7 @@ def test_a_missing_tensor_of_an_encoder_is_named(media_checkpoint: Make, tmp_pat
         open_session(tmp_path, encoders=True)
 
 
+@pytest.mark.slow
 def test_text_alone_imports_no_modelling_code(media_checkpoint: Make) -> None:
     folder = media_checkpoint("Qwen3VLForConditionalGeneration")
     code = f"""

@@ -130,6 +130,7 @@ def test_logits_with_the_torch_backend(
     check(open_session(folder, attention="torch_native", page_size=page_size), reference(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "overrides"), VARIANTS, ids=lambda value: str(value)[:60])
 def test_variants_of_the_config(
     architecture: str, overrides: dict[str, Any], checkpoint: Callable[..., Path], reference: Callable[[Path], Any]

@@ -113,6 +113,7 @@ def explain(absent: Any, present: Any) -> str:
     return f"{places[0]}: {absent.get(places[0])!s:.200} | {present.get(places[0])!s:.200}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [name for name in TINY if name in find_native()])
 def test_a_missing_key_is_transformers_default(architecture: str, tmp_path: Path) -> None:
     assert find_differences(architecture, tmp_path) == []

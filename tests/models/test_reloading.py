@@ -97,6 +97,7 @@ def check(folder: Path, other: Path, **names: Any) -> None:
     assert not torch.equal(logits_of(first), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *NEWER])
 def test_every_architecture_stays_at_its_addresses(architecture: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = checkpoint(architecture)
@@ -117,6 +118,7 @@ def test_bfloat16_models_stay_at_their_addresses(architecture: str, checkpoint: 
     check(folder, change(folder, tmp_path / "other"), dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_every_format_stays_at_its_addresses(dialect: str, tmp_path: Path) -> None:
     """Layers and experts of a small model with both."""

@@ -132,6 +132,7 @@ group.close()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_over_gloo(tmp_path: Path, checkpoint: Callable[..., Path], reference: Callable[[Path], Any]) -> None:
     folder = checkpoint("DeepseekV3ForCausalLM")
     ranks = [

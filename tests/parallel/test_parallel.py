@@ -169,6 +169,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     return {name: Model(make_checkpoint(name, tmp_path_factory.mktemp("model"))) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", ["all_reduce", "all_gather_reduce_scatter", "all_to_all"])
 @pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
 def test_whole_experts_on_two_ranks(models: dict[str, Model], architecture: str, dispatcher: str, tmp_path: Path) -> None:
@@ -178,6 +179,7 @@ def test_whole_experts_on_two_ranks(models: dict[str, Model], architecture: str,
 GROUPS = {"tp": 2, "ep": 2, "dp": 2, "dp_attention": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "dispatcher", "parallel"),
     [
@@ -211,6 +213,7 @@ def test_experts_move_under_traffic(
     assert len(moved) >= 2 and max(moved) > 1  # type: ignore[type-var]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.soak)])
 def test_an_idle_group_stays_in_step(models: dict[str, Model], tmp_path: Path, steps: int) -> None:
     """One request alone, then requests in both groups."""
@@ -239,6 +242,7 @@ def test_attention_groups_replay_graphs_of_equal_sizes(models: dict[str, Model],
     generate_with(prepared_for(model.folder, **sections), tmp_path, act, graphs=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "parallel", "overlap"),
     [
@@ -255,6 +259,7 @@ def test_two_stages(models: dict[str, Model], architecture: str, parallel: Any, 
     models[architecture].check(tmp_path, 65_536, parallel=parallel, scheduler=scheduler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "parallel"),
     [

@@ -40,6 +40,7 @@ def subject(name: str) -> conformance.Subject:
     return conformance.find(load_registry(installed=False), f"collective:{name}", conformance.Setting())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gloo", "single"])
 def test_in_tree_collectives_pass_the_suite(name: str) -> None:
     found = run_suite(subject(name))
@@ -168,6 +169,7 @@ if sys.argv[2] == "closes":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["closes", "forgets", "dies"])
 def test_the_end_of_a_rank(tmp_path: Path, ending: str) -> None:
     """A process ends cleanly with and without `close` (a group that outlives the interpreter would
@@ -197,6 +199,7 @@ def test_the_choice_follows_from_platform_and_ranks() -> None:
         chosen(2, collective="single")
 
 
+@pytest.mark.slow
 def test_a_collective_of_another_package_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_package_serves(tmp_path, monkeypatch, "collective", "store", fake_collective.__name__, "single")
 

@@ -129,6 +129,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return Environment(python)
 
 
+@pytest.mark.slow
 def test_the_good_parts_of_a_bad_installation_work(environment: Environment) -> None:
     code = "r = load_registry(deny=['frame-t-clash']); print(r.load(r.get('scheduling_policy', 'good')).__module__)"
     assert environment.python_code(code).strip() == "frame_t_good.policy"
@@ -149,6 +150,7 @@ def test_all_of_them_are_listed_with_their_state(environment: Environment) -> No
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_broken_on_import_is_fatal_when_selected_with_the_cause_chain(environment: Environment) -> None:
     done = environment.frame("plugins", "check", "needs_library")
     assert done.returncode == 78
@@ -171,6 +173,7 @@ def test_a_manifest_that_is_broken_is_harmless_until_an_unknown_name_is_asked_fo
     assert "may contain it" in resolving.stderr
 
 
+@pytest.mark.slow
 def test_a_name_clash_is_fatal_when_selected_and_denying_one_helps(environment: Environment, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     check = ("config", "check", "--model", str(tmp_path), "--schedule-policy", "lof", "--skip-tokenizer-init", "--load-format", "dummy")
@@ -183,6 +186,7 @@ def test_a_name_clash_is_fatal_when_selected_and_denying_one_helps(environment: 
     assert "scheduling_policy: lof" in denied.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [

@@ -18,6 +18,7 @@ from tests.plugins import fake_launcher
 from tests.plugins.packages import check_package_serves
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["local", "rendezvous"])
 def test_the_launcher_passes_the_suite(name: str) -> None:
     subject = conformance.find(load_registry(installed=False), f"launcher:{name}", conformance.Setting())
@@ -52,6 +53,7 @@ def raise_for(name: str) -> None:
     resolve(config, Hardware(2, 8 << 30), read_model_config(EMBEDDED), load_registry(installed=False).all_records())
 
 
+@pytest.mark.slow
 def test_a_launcher_of_another_package_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_package_serves(tmp_path, monkeypatch, "launcher", "reversed", fake_launcher.__name__, "local")
 

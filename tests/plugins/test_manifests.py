@@ -49,6 +49,7 @@ def test_a_manifest_that_ends_the_process_is_named(tmp_path: Path, monkeypatch: 
     assert str(broken).endswith(f"({tmp_path}/theirs_manifest.py:1)")
 
 
+@pytest.mark.slow
 def test_a_manifest_that_crashes_the_process_leaves_its_stack(tmp_path: Path) -> None:
     """A process that the manifest forks ends as it asks."""
     manifest = tmp_path / "theirs_manifest.py"

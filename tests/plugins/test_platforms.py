@@ -65,6 +65,7 @@ def expected() -> list[list[int]]:
     return generate(device="cpu")[0]
 
 
+@pytest.mark.slow
 def test_a_fake_platform_serves_the_tokens_of_the_cpu(install: Install, expected: list[list[int]]) -> None:
     install(fake_platform)
     tokens, info = generate(device="fake")

@@ -223,6 +223,7 @@ def test_processes_of_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             launcher.start(places[2], [sys.executable], {}, pipes_errors=False)
 
 
+@pytest.mark.slow
 def test_a_model_on_two_hosts_survives_the_death_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy tokens equal those of one process, before and after a rank of the second host is
     killed."""

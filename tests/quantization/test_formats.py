@@ -477,6 +477,7 @@ def session_of_int8_with_zeros(stored: Path) -> Session:
     return open_session(stored, quantization="compressed-tensors", gemm_kernel="cpu_int8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", [dialect for dialect in DIALECTS if "ordered" not in dialect and "gptq 3" not in dialect])
 def test_conformance_of_stored_formats(dialect: str) -> None:
     config = DIALECTS[dialect][0]

@@ -33,6 +33,7 @@ def run(folder: Path, part: int, tp: int, *flags: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_part_1(tmp_path: Path) -> None:
     rows = run(tmp_path, 1, 1)
     assert rows["memory"]["planned_tokens"] == rows["memory"]["tokens"] == 8192

@@ -127,6 +127,7 @@ def test_an_environment_without_pip_is_made_again(tmp_path: Path, status: int, c
     assert log.read_text().partition(f" {environment}")[0].strip() == calls
 
 
+@pytest.mark.slow
 def test_what_pip_says_is_shown_if_it_fails(capfd: pytest.CaptureFixture[str]) -> None:
     missing = ["--no-index", "frame-no-such-package"]
     assert install.main(missing) == 1

@@ -14,6 +14,7 @@ def sizes() -> dict[str, int]:
     return measure(read_requirements())
 
 
+@pytest.mark.slow
 def test_the_base_installation_is_bounded(sizes: dict[str, int]) -> None:
     if any(name.startswith("nvidia") for name in sizes):
         pytest.skip("this torch brings CUDA")
@@ -27,6 +28,7 @@ def test_no_kernel_compiler_is_in_it(sizes: dict[str, int]) -> None:
     assert {"torch", "llguidance", "transformers", "sympy"} <= set(sizes)  # sympy: of torch
 
 
+@pytest.mark.slow
 def test_extras_of_requirements_are_followed() -> None:
     assert "pytest" not in measure(["hypothesis"])
     assert {"grpcio", "xgrammar"} <= set(measure(["frame-serve[grpc]", "xgrammar"]))

@@ -31,6 +31,7 @@ def test_licences(licence: str, accepted: bool) -> None:
     assert corpus.is_permissive(licence) is accepted
 
 
+@pytest.mark.slow
 def test_corpus_leaves_out_what_it_should(tmp_path: Path) -> None:
     kept = tmp_path / "kept.py"
     kept.write_text("def f(x):\n\treturn x\n" * 20)
@@ -98,6 +99,7 @@ def test_schedule_ends_at_zero() -> None:
     assert rate_scale(1.0, 1000) == 0.0
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_its_export_loads(tmp_path: Path) -> None:
     torch.manual_seed(0)
     stream, starts = samples.pack_texts(["def f(x):\n    return x\n" * 30] * 4, ENCODER, seed=0)

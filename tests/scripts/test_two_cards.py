@@ -60,6 +60,7 @@ def test_counters_of_transfers_are_read(two_cards: Any) -> None:
     assert importlib.import_module("two_card_parts").read_counters(page) == {"frame_kv_transfers_total": 5.0, late: 2.0, lost: 1.0}
 
 
+@pytest.mark.slow
 def test_a_late_part_is_stored_as_late(tmp_path: Path) -> None:
     report = run(tmp_path / "out.json", "--parts", "tp", "--part-seconds", "1")
     assert report["parts"]["tp"]["status"] == "late"

@@ -109,6 +109,7 @@ def under_load(folder: Path, times: float, seconds: float) -> tuple[Load, int]:
     return load, grown
 
 
+@pytest.mark.slow
 def test_ten_times_capacity(tmp_path: Path) -> None:
     load, grown = under_load(_folder(), 10, 3)
     assert set(load.statuses) == {200, 503}

@@ -179,6 +179,7 @@ def test_every_call_says_whether_code_may_run() -> None:
     assert calls > 5
 
 
+@pytest.mark.slow
 @pytest.mark.covering
 @pytest.mark.parametrize("make", [evil, own_tokenizer, own_model], ids=["all", "tokenizer", "model"])
 @pytest.mark.parametrize("command", [("serve", "--port", "0"), ("config", "check")], ids=["serve", "check"])
@@ -262,6 +263,7 @@ def test_no_class_is_loaded_without_trust(tmp_path: Path) -> None:
     assert ran(folder) == []
 
 
+@pytest.mark.slow
 def test_server_with_trusted_code(tmp_path: Path) -> None:
     folder = own_tokenizer(own_model(tmp_path / "model"))
     change(folder / "config.json", architectures=["OwnForCausalLM"], model_type="own",

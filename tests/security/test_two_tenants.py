@@ -122,6 +122,7 @@ def compare(server: RunningServer, seconds: float) -> tuple[Service, Service, li
     return alone, beside, printed
 
 
+@pytest.mark.slow
 def test_hostile_tenant_gets_at_most_its_share(server: RunningServer) -> None:
     """The best of three short rounds, within wide bounds, because the machine may be busy.
 

@@ -100,6 +100,7 @@ def run(folder: Folder, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder.path, capture_output=True, text=True, timeout=500, check=False)
 
 
+@pytest.mark.slow
 def test_a_server_and_its_children(folder: Folder) -> None:
     flags = ("--tokenizer-workers", "1", "--detokenizer-workers", "1", *SIZES)
     with RunningServer(Path(), *flags, fake=False, command=(CONSOLE, "serve"), cwd=folder.path) as server:

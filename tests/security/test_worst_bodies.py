@@ -331,6 +331,7 @@ def refuse(*arguments: Any, **options: Any) -> Any:
     raise EngineDeadError("this test has no engine for vectors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooled", [False, True], ids=["generating", "pooling"])
 @pytest.mark.parametrize(
     "step",

@@ -193,6 +193,7 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replies]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [FEW, pytest.param(tuple(LOGPROBS), marks=pytest.mark.exhaustive)], ids=["few", "all"])
 async def test_log_probabilities(replies: Replies, names: tuple[str, ...]) -> None:
     async with serving({"model": {"max_context": 2 * PROMPT}, "cache": {"max_total_tokens": 4 * PROMPT}}) as server:
@@ -216,6 +217,7 @@ async def test_responses_and_their_store(replies: Replies) -> None:
         assert await stalls_of(server, cases, 500_000) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [FEW_POOLED, pytest.param(tuple(POOLED), marks=pytest.mark.exhaustive)], ids=["few", "all"])
 async def test_vectors(replies: Replies, names: tuple[str, ...]) -> None:
     replies.width = WIDTH
@@ -225,6 +227,7 @@ async def test_vectors(replies: Replies, names: tuple[str, ...]) -> None:
         assert [len(each["embedding"]) for each in reply["data"]] == [WIDTH] * INPUTS
 
 
+@pytest.mark.slow
 async def test_grpc_replies(replies: Replies) -> None:
     params = {"logprobs": TOP, "prompt_logprobs": TOP, "max_tokens": TOKENS}
     requests = {

@@ -82,6 +82,7 @@ def run_plain(algorithm: str, draft: str | None = None) -> tuple[list[list[int]]
 
 
 # of a draft model, the trees below are captured in `make test`
+@pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "draft"), [("mtp", None), pytest.param("draft_model", FOLDER, marks=pytest.mark.exhaustive)])
 def test_captured_passes_draft_what_plain_passes_draft(algorithm: str, draft: str | None) -> None:
     captured = run(20, algorithm, draft=draft)
@@ -89,12 +90,14 @@ def test_captured_passes_draft_what_plain_passes_draft(algorithm: str, draft: st
     assert len(captured[1]) > 12
 
 
+@pytest.mark.slow
 def test_captured_steps_verify_trees() -> None:
     captured = run(40, "mtp", topk=2)
     assert captured == run(0, "mtp", topk=2)
     assert captured[0] == run_plain("mtp")[0] == run(40, "mtp", topk=2, overlap=True)[0] and len(captured[1]) > 12
 
 
+@pytest.mark.slow
 def test_trees_of_a_draft_model_have_the_tokens_that_it_draws() -> None:
     """The target drafts for itself: the likeliest token of each tree is the next one, and most
     trees have those after it, but not in rows with logits processors or filters."""
@@ -120,6 +123,7 @@ def test_captured_passes_select_keys(tmp_path: Path) -> None:
 OF_A_DRAFT_MODEL = pytest.param("draft_model", 20, marks=pytest.mark.exhaustive)  # as `windows`, with windows of the target in addition
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "maximum"), [("mtp", 20), OF_A_DRAFT_MODEL, ("mtp", 0), ("windows", 20)])
 def test_overlapping_steps_take_their_lengths_from_the_device(target: str, maximum: int, tmp_path: Path) -> None:
     algorithm, path, draft = target, FOLDER, FOLDER if target == "draft_model" else None

@@ -50,6 +50,7 @@ def list_branches(tree: list[list[int]]) -> list[Branch]:
     return branches[1:]
 
 
+@pytest.mark.slow
 def test_trees_are_those_of_the_reference() -> None:
     model = load_model(find_model(EMBEDDED)).eval()
     prompts = [prompt for number, prompt in enumerate(make_requests(5, seed=3)[0]) if number % 3]

@@ -51,6 +51,7 @@ def generate(**settings: Any) -> list[Any]:
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_outputs_are_those_without_shared_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[bool] = []

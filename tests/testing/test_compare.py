@@ -160,6 +160,7 @@ def test_reasoning_parsers_of_two_formats_differ(registry: Registry) -> None:
     assert all(verdict.problem.startswith("differs: ") for verdict in compare_parsers(own, other, registry))
 
 
+@pytest.mark.slow
 def test_grammar_backends_judge_the_same_texts(registry: Registry) -> None:
     reference = registry.get("grammar_backend", "xgrammar")
     base: Any = registry.load(reference)

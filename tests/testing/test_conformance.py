@@ -26,6 +26,7 @@ def _selectors() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_small", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["small", "whole"])
 @pytest.mark.parametrize("selector", _selectors())
 def test_our_own_plugins_conform(selector: str, is_small: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from frame.testing.drafter.suite import suite
 REGISTRY = load_registry(installed=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [record.name for record in REGISTRY.records("drafter")])
 def test_in_tree_drafter(name: str) -> None:
     for check in suite(find(REGISTRY, f"drafter:{name}", Setting())):

@@ -28,6 +28,7 @@ REGISTRY = load_registry(installed=False)
 COMBINED = pytest.param("combined", marks=pytest.mark.exhaustive)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [COMBINED if record.name == "combined" else record.name for record in REGISTRY.records("grammar_backend")])
 def test_in_tree(name: str) -> None:
     for library in ("xgrammar", "llguidance"):
@@ -63,6 +64,7 @@ def test_a_kind_that_no_case_covers_is_skipped() -> None:
         check_masks_equal_a_reference(run)
 
 
+@pytest.mark.slow
 def test_the_record_decides_which_kinds_are_checked() -> None:
     """A backend that compiles a kind beyond its record is found."""
     from frame.core.interfaces.sampling import GrammarCapabilities

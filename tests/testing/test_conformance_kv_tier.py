@@ -19,6 +19,7 @@ PLACES = FILES | {"other_identities_are_not_served"}
 SKIPPED = {"host": PLACES, "disk": {IN_MEMORY}, "nixl": PLACES | {IN_MEMORY}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SKIPPED))
 def test_our_tiers(name: str) -> None:
     if name == "nixl":

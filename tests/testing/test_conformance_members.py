@@ -15,6 +15,7 @@ KINDS = ("pooler", "kv_allocator")
 SELECTORS = ["key_store:file", "sampler:torch", *(f"{kind}:{record.name}" for kind in KINDS for record in REGISTRY.records(kind))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_small", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["small", "whole"])
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_in_tree(selector: str, is_small: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ SKIPPED = {"image": set(), "video": PICTURES, "audio": {"bytes_have_factors", *P
 FEW = ("qwen2_vl", "gemma3", "llava")  # a grid of patches, tiles, and one picture; test_image.py compares features of the others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["few", "all"])
 @pytest.mark.parametrize("name", sorted(SKIPPED))
 def test_our_modalities(name: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:

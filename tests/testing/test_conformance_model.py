@@ -26,6 +26,7 @@ def subject(target: type) -> conformance.Subject:
     return conformance.Subject(record, target, None, conformance.Setting())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "deepseek_v3", "transformers"])
 def test_in_tree_models_conform(name: str) -> None:
     found = conformance.find(load_registry(installed=False), f"model:{name}", conformance.Setting())
@@ -34,6 +35,7 @@ def test_in_tree_models_conform(name: str) -> None:
     assert sum(outcome.result == "passed" for outcome in outcomes) >= 5
 
 
+@pytest.mark.slow
 def test_a_config_of_ones_own_is_used_with_random_weights() -> None:
     own = subject(type("Own", (LlamaForCausalLM,), {"conformance_config": CONFIG}))
     (checkpoint,) = model_session.find_checkpoints(own)

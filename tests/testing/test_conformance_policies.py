@@ -19,6 +19,7 @@ KINDS = ("scheduling_policy", "eviction_policy", "routing_policy")
 SELECTORS = [f"{kind}:{record.name}" for kind in KINDS for record in REGISTRY.records(kind)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_in_tree(selector: str) -> None:
     subject = conformance.find(REGISTRY, selector, conformance.Setting())
@@ -47,6 +48,7 @@ class FirstFew(ShortestFirst):
                 return
 
 
+@pytest.mark.slow
 def test_a_prefix_of_a_permutation_passes() -> None:
     right = Mutant("right", "scheduling_policy", lambda: FirstFew, "")
     assert [outcome for outcome in conformance.run_suite(right.subject()) if outcome.result == "failed"] == []

@@ -22,6 +22,7 @@ SKIPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SKIPPED))
 def test_our_transfers(name: str) -> None:
     outcomes = run_suite(find(REGISTRY, f"weight_transfer:{name}", Setting()))

@@ -68,6 +68,7 @@ def process() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process")
 @pytest.mark.parametrize("mutant", ALL)
 def test_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +82,7 @@ def test_mutant_is_killed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> No
     assert (result["sentence"], result["survives"]) == (mutant.sentence, mutant.survives), f"run {record}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_small", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["small", "whole"])
 @pytest.mark.parametrize("kind", kinds())
 def test_reference_passes(kind: str, is_small: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda *arguments: pytester.runpytest_inprocess("-p", "frame.testing.pytest_plugin", "-p", "no:cacheprovider", *arguments)
 
 
+@pytest.mark.slow
 def test_runs_the_checks_of_a_plugin_and_nothing_else(run: Any, pytester: pytest.Pytester) -> None:
     result = run("--frame-conformance=scheduling_policy:fcfs", "--frame-conformance-json=verdict.json")
     assert result.ret == 0
@@ -70,6 +71,7 @@ def test_the_default_run_says_what_thorough_adds(run: Any) -> None:
     run("--frame-conformance=prefix_cache:none", "--frame-conformance-thorough").stdout.no_fnmatch_line(line)
 
 
+@pytest.mark.slow
 def test_a_broken_plugin_fails_and_says_why(run: Any, pytester: pytest.Pytester) -> None:
     result = run("--frame-conformance=scheduling_policy:forgetful", "--frame-conformance-json=verdict.json")
     assert result.ret == 1
@@ -102,6 +104,7 @@ def test_checks_can_be_chosen_by_name(run: Any) -> None:
     run("--frame-conformance=eviction_policy:lru", "-k", "ordered_tuple").assert_outcomes(passed=1, deselected=9)
 
 
+@pytest.mark.slow
 def test_two_plugins_in_one_run(run: Any, pytester: pytest.Pytester) -> None:
     families = ("eviction_policy:lru", "scheduling_policy:fcfs")
     run(*(f"--frame-conformance={name}" for name in families), "--frame-conformance-json=verdict.json")

@@ -47,6 +47,7 @@ def require_killed(mutant: Mutant) -> None:
     assert [outcome.result for outcome in outcomes] == ["failed"], f"record again: {outcomes}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), KNOWN)
 def test_a_bug_of_another_project_is_found(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_sizes(monkeypatch)

@@ -62,6 +62,7 @@ def test_a_text_with_too_many_tokens_is_refused_when_they_are_counted() -> None:
     assert backend.characters <= 4_000_000  # of six million
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["x" * LONG, " " * LONG, "hello\n" * (LONG // 6), "é🙂" * (LONG // 2)], ids=["x", "space", "hello", "é"])
 def test_a_text_that_fits_is_never_refused(text: str) -> None:
     for tokenizer in (tiny()[0], word_piece()):

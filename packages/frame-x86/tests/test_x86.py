@@ -85,6 +85,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert float((got.double() - wanted).abs().max() / wanted.abs().max()) < 8e-3  # two roundings to bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "plugin", "minimum"),
     [

@@ -60,6 +60,7 @@ def make_rows(names: list[str]) -> list[Row]:
     return [(name, prompt) for prompt in prompts() for name in (None, *names)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -115,6 +116,7 @@ SAMPLED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"speculative_algorithm": "ngram", "speculative_adaptive": False}], ids=["plain", "ngram"])
 @pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.soak)])
 def test_sampling_equals_the_merged_checkpoint(family: str, settings: dict[str, Any], made: Any, tmp_path: Path) -> None:
@@ -140,6 +142,7 @@ def test_sampling_equals_the_merged_checkpoint(family: str, settings: dict[str, 
     assert tokens(base) != tokens(merged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.soak) for name in ROUND_SIZES if name != "llama")])
 def test_quantized_bases(family: str, bits: int, tmp_path: Path) -> None:

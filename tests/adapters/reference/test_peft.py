@@ -126,6 +126,7 @@ def check_differences(rows: list[Row], outputs: list[Any], references: dict[str,
     assert sum(changed) >= min(0.9 * len(changed), len(changed) - 1)  # of two, one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FEW)
 def test_some_adapters_equal_peft(family: str, bases: Any, tmp_path: Path) -> None:
     folder, model = bases(family)
@@ -159,6 +160,7 @@ def test_routers_need_a_setting(bases: Any, tmp_path: Path) -> None:
     check_family(folder, model, {name: references[name]}, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_a_merged_checkpoint_gives_the_same_tokens(family: str, bases: Any, tmp_path: Path) -> None:
     folder, model = bases(family)
@@ -173,6 +175,7 @@ def test_a_merged_checkpoint_gives_the_same_tokens(family: str, bases: Any, tmp_
     assert [output.token_ids for output in adapted] == [output.token_ids for output in merged]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "deepseek_dense"])
 def test_base_rows_are_bit_equal_to_an_engine_without_adapters(family: str, bases: Any, tmp_path: Path) -> None:
     """In the same batches: alone, and beside rows of adapters. Of dense models: an expert's product
@@ -197,6 +200,7 @@ def is_served(case: Case) -> bool:
     return case.variant != "alora" and not has_head and not (case.variant.startswith("dora") and case.target == "word_embeddings")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoders_equal_peft(family: str, bases: Any, tmp_path: Path) -> None:
     """Embeddings and classes of mixed batches."""

@@ -32,6 +32,7 @@ def say(text: str) -> str:
     return f"[[say]]{text}[[end]]"
 
 
+@pytest.mark.slow
 def test_edits_of_the_history(client: anthropic.Anthropic) -> None:
     import anthropic
 

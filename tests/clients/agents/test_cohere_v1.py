@@ -49,6 +49,7 @@ def prompt_of(server: RunningServer, body: dict[str, Any]) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_chats(server: RunningServer) -> None:
     reply = ask(server, "one END two", stop_sequences=["END"], k=5, p=0.9, seed=1, temperature=0.5)
     assert (reply["text"], reply["finish_reason"], reply["generation_id"] != "") == ("one ", "STOP_SEQUENCE", True)
@@ -104,6 +105,7 @@ def test_streams(server: RunningServer) -> None:
     assert events[-1]["response"]["tool_calls"] == events[-2]["tool_calls"] == [MADE]
 
 
+@pytest.mark.slow
 def test_litellm(litellm: Any, server: RunningServer) -> None:
     fields: dict[str, Any] = {"model": f"cohere_chat/v1/{MODEL}", "api_key": "none", "api_base": server.url + "/v1/chat"}
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

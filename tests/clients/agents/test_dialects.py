@@ -102,6 +102,7 @@ def server(agent_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda each: each.path)
 def test_fields_of_reasoning(server: RunningServer, dialect: Dialect) -> None:
     with httpx.Client(base_url=server.url, timeout=60) as client:

@@ -26,6 +26,7 @@ def encode(server: RunningServer, text: str) -> list[int]:
     return tokens
 
 
+@pytest.mark.slow
 def test_suffix(client: openai.OpenAI, marked_server: RunningServer) -> None:
     asked: dict[str, Any] = {"model": MODEL, "prompt": BEFORE, "suffix": AFTER, "max_tokens": 8}
     choice: Any = client.completions.create(**asked, extra_body={"return_token_ids": True}).choices[0]

@@ -44,6 +44,7 @@ def test_a_budget_ends_the_reasoning(client: openai.OpenAI, fields: dict[str, An
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == message.reasoning_content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "grammar",
     [

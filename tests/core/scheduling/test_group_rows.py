@@ -191,6 +191,7 @@ def hit_rate(*further: PagePool) -> float:
     return hits / total
 
 
+@pytest.mark.slow
 def test_conversations_of_hybrid_models_hit_nearly_as_often() -> None:
     assert hit_rate(PagePool("window", 600, 16, 128), PagePool("snapshot", 25, 0)) >= 0.9 * hit_rate()
 

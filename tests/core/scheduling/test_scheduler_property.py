@@ -204,6 +204,7 @@ def crowds(first: int) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "overlap"), crowds(0))
 def test_crowd(policy: str, overlap: bool) -> None:
     """Many requests over a small pool: constant eviction and preemption."""

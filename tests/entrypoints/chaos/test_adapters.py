@@ -136,6 +136,7 @@ def ranks(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     yield from open_weather(checkpoint, tmp_path_factory, "--tp", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rounds", [2, pytest.param(int(os.environ.get("FRAME_ROUNDS", "50")), marks=pytest.mark.soak)])
 def test_the_engine_is_killed(weather: Weather, rounds: int) -> None:

@@ -20,6 +20,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["memory", *(pytest.param(what, marks=pytest.mark.soak) for what in ("threads", "files"))])
 def test_a_plugin_that_leaks(checkpoint: Path, fake_server: RunningServer, what: str) -> None:
     setting, limit, words, metric = LIMITS[what]

@@ -71,6 +71,7 @@ def resolve(server: RunningServer) -> None:
         assert child.status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "how", "share"), FEW)
 def test_nothing_is_lost(weather: Weather, name: str, how: signal.Signals, share: float) -> None:
     weather.strike(name, how, share)

@@ -64,6 +64,7 @@ def text_of(response: httpx.Response) -> str:
     return response.json()["choices"][0]["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bad_token", "company", "crashes"), [(KILL, 8, 3), (HANG, 0, 2)])
 def test_only_the_request_that_crashes_the_engine_is_refused(fragile: RunningServer, bad_token: int, company: int, crashes: int) -> None:
     innocent = [body_of(5, 6, number, max_tokens=400) for number in range(company)]
@@ -81,6 +82,7 @@ def test_only_the_request_that_crashes_the_engine_is_refused(fragile: RunningSer
         assert any("fake_engine.py" in line and "in launch" in line for line in fragile.lines)  # it said where
 
 
+@pytest.mark.slow
 def test_only_the_request_that_crashes_the_detokenizer_is_refused(fragile: RunningServer) -> None:
     innocent = [body_of(5, 8, number, max_tokens=400) for number in range(8)]
     calm = [text_of(asking.response()) for asking in ask(fragile, *innocent)]
@@ -109,6 +111,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(fragile: RunningServ
 # restarts -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_while_the_engine_is_away(checkpoint: Path) -> None:
     """New requests wait, those that are aborted or late end, readiness says no, commands say why;
     and a SIGTERM in the middle lets the rest finish."""

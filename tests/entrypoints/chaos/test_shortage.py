@@ -132,6 +132,7 @@ class Shortage:
                     self.replies.append(client.post("/v1/completions", json={**BODY, "seed": number}).status_code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kills", "seconds"),
     [(4, 4.0), pytest.param(100, 300.0, marks=[pytest.mark.soak, pytest.mark.timeout(900)])],

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from tests.entrypoints.chaos.storm import Storm
 from tests.entrypoints.chaos.test_requests import body_of, connect
@@ -32,6 +33,7 @@ def is_ready(url: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_full_disk(checkpoint: Path) -> None:
     """Neither the log nor the in-flight file can be written; requests are served, and continue
     after a crash."""
@@ -75,6 +77,7 @@ def test_clients_that_do_not_read(fake_server: RunningServer) -> None:
             assert "".join(event["choices"][0]["text"] for event in events) == expected
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_given_up(checkpoint: Path) -> None:
     """Its answer grows no further than allowed, its request ends in the engine, and it is told why;
     64 others notice nothing."""

@@ -82,6 +82,7 @@ def test_rates_are_measured_in_turn_and_drawn(server: RunningServer, tmp_path: P
     assert (done.exit_code, "--plot draws values over the request rate" in done.output) == (2, True)
 
 
+@pytest.mark.slow
 def test_an_engine_and_its_start_are_measured(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "offline.json"
     engine = ["--model", str(checkpoint), "--max-model-len", "512", "--max-total-tokens", "4096", "--threads", "1"]

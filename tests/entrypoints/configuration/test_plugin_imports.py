@@ -18,6 +18,7 @@ from tests.entrypoints.fork_server import run_forked
 KIND = "scheduling_policy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -274,6 +274,7 @@ def test_keyword_errors(keywords: dict[str, Any], words: str) -> None:
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-3, 70_000), st.floats(), st.text(max_size=5))
 
 
+@pytest.mark.slow
 @given(key=st.sampled_from(sorted(by_key())), value=SCALARS)
 @example(key="server.response_store_ttl", value=math.inf)
 @example(key="scheduler.request_timeout", value=math.nan)

@@ -79,6 +79,7 @@ def test_what_is_wrong_is_named(text: str, words: str | None) -> None:
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

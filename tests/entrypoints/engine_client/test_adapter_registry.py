@@ -216,6 +216,7 @@ def test_names_that_adapters_cannot_have(name: str) -> None:
     asyncio.run(load())
 
 
+@pytest.mark.slow
 @run
 async def test_names_and_labels_are_bounded(tmp_path: Path) -> None:
     async with registry_of() as (registry, (link,)):

@@ -218,6 +218,7 @@ def test_stale_spools_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not stale.exists()
 
 
+@pytest.mark.slow
 def test_a_large_copy_lets_other_threads_run(spool: AdapterSpool, tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "a", bytes(200 * 1024 * 1024))
 

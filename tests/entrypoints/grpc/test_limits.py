@@ -99,6 +99,7 @@ def test_fields_are_counted_on_the_bytes() -> None:
             check_fields(request, wrong, 3)
 
 
+@pytest.mark.slow
 async def test_messages_that_do_not_end_take_no_place_of_others(tmp_path: Path) -> None:
     """Few are read at once, for a limited time; a key's others wait, those of other keys do not."""
     async with two_keys(tmp_path, client_timeout=1.0, max_body_bytes=MIN_BODY) as (server, address):
@@ -191,6 +192,7 @@ async def test_connections_are_limited_and_do_not_stay_idle(tmp_path: Path) -> N
             await each.close()
 
 
+@pytest.mark.slow
 async def test_calls_that_are_reset_cancel_none_of_others(tmp_path: Path) -> None:
     """grpc cancels calls of any client where too many have not been seen by Python."""
     async with two_keys(tmp_path) as (_, address):

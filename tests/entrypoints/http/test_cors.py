@@ -173,6 +173,7 @@ def site() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_in_chromium(browser: Browser, checkpoint: Path, site: str) -> None:  # noqa: F811 - the fixture
     other_origin = site.replace("127.0.0.1", "localhost")
     flags = ("--api-key", "secret", "--cors-origins", site, "--max-model-len", "512", "--max-total-tokens", "1024")

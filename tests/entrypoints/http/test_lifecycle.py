@@ -76,6 +76,7 @@ async def cut(host: str, port: int, number: int, gate: asyncio.Semaphore) -> Non
             writer.close()
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_cut_at_random_moments(fake_server: RunningServer) -> None:
     fake_server.post("/flush_cache", {})
     before, finished = fake_server.get("/server_info"), finishes(fake_server)
@@ -244,6 +245,7 @@ def test_text_processes_are_configuration(checkpoint: Path, workers: tuple[str, 
             assert ours["usage"]["prompt_tokens"] == theirs["usage"]["prompt_tokens"]
 
 
+@pytest.mark.slow
 def test_sigterm_during_the_start_leaves_nothing(checkpoint: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="start-", dir="/tmp") as folder:  # pytest's folder may be too long for sockets
         stop_while_starting(checkpoint, folder)

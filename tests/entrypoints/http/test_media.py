@@ -156,6 +156,7 @@ async def test_openai_library(folder: Path, media: FakeMedia) -> None:
         await until_released(media)
 
 
+@pytest.mark.slow
 async def test_anthropic_library(folder: Path, media: FakeMedia) -> None:
     import anthropic
 

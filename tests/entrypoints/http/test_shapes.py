@@ -186,6 +186,7 @@ def test_fields_become_parameters() -> None:
     assert (echo.max_tokens, echo.prompt_logprobs, echo.logprobs) == (1, 1, 1)
 
 
+@pytest.mark.slow
 async def test_half_a_body_is_waited_for_a_while() -> None:
     pieces = [{"type": "http.request", "body": b"{", "more_body": True}]
     sent: list[Any] = []

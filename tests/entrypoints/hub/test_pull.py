@@ -96,6 +96,7 @@ def test_what_a_snapshot_lacks_is_fetched_at_a_start(hub: Hub, files: dict[str, 
     assert not hub.requests
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_is_continued(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
     files["model.safetensors"] = random.Random(0).randbytes(CHUNK * 5 // 2)
     hub.stall_after = CHUNK * 3 // 2

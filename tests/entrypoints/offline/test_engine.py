@@ -318,6 +318,7 @@ def test_wrong_configuration_is_one_sentence(tmp_path: Path) -> None:
         Engine(model=str(tmp_path / "nothing"))
 
 
+@pytest.mark.slow
 def test_two_ranks_in_processes_give_the_same_tokens(checkpoint: Path, engine: Engine) -> None:
     prompts = [[3 + i, 4, 5] for i in range(4)]
     with Engine(model=str(checkpoint), tp=2, dtype="float32", **KEYS) as two:

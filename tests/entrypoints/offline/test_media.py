@@ -138,6 +138,7 @@ def count_held(engine: Engine) -> int:
     return len(service._held)
 
 
+@pytest.mark.slow
 def test_an_engine_runs_prompts_with_media(engine: Engine, rows: list[list[int]], tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(encode_png(picture(2, 3)))
     prompts = [

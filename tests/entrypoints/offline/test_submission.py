@@ -112,6 +112,7 @@ def test_no_more_than_the_queue_holds_is_submitted_and_without_a_deadline(checkp
     assert "took longer than its 0.001 s" in outputs[0].error
 
 
+@pytest.mark.slow
 def test_a_sequence_that_fails_says_so(engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     grammar = SamplingParams(max_tokens=4, regex="(")
     with caplog.at_level(logging.WARNING):

@@ -55,6 +55,7 @@ def test_one_process_compiles_one_after_another(process: GrammarProcess) -> None
     assert pid_of(process) == pid
 
 
+@pytest.mark.slow
 def test_loading_a_library_is_not_limited(process: GrammarProcess, hurried: GrammarProcess) -> None:
     """The compilation that needs it is, before and after."""
     pid = pid_of(process)
@@ -67,6 +68,7 @@ def test_loading_a_library_is_not_limited(process: GrammarProcess, hurried: Gram
         hurried.compile("regex", "load, then hang")
 
 
+@pytest.mark.slow
 @LINUX
 def test_a_process_that_keeps_memory_is_replaced(process: GrammarProcess, caplog: pytest.LogCaptureFixture) -> None:
     pid = pid_of(process)
@@ -75,6 +77,7 @@ def test_a_process_that_keeps_memory_is_replaced(process: GrammarProcess, caplog
     assert pid_of(process) != pid
 
 
+@pytest.mark.slow
 @LINUX
 def test_the_limit_of_a_process_bounds_compilations() -> None:
     config = FrameConfig.model_validate({"sampling": {"grammar_memory": 2 << 30}, "server": {"max_process_memory": 400 << 20}})
@@ -88,6 +91,7 @@ def test_the_limit_of_a_process_bounds_compilations() -> None:
         process.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "words"), [("hang", f"takes longer than {TIMEOUT:g} s"), ("die", "crashes the grammar compiler")])
 def test_a_process_that_ended_is_followed_by_another(hurried: GrammarProcess, source: str, words: str) -> None:
     pid = pid_of(hurried)
@@ -107,6 +111,7 @@ def test_closed_is_closed(process: GrammarProcess) -> None:
         process.compile("regex", "x")
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_its_engine(tmp_path: Path) -> None:
     """Also in the middle of a compilation, which may take far longer than this test."""
     program = f"""
@@ -132,6 +137,7 @@ process.compile("regex", "hang")
         raise
 
 
+@pytest.mark.slow
 def test_a_bomb_is_its_own_requests_error() -> None:
     pytest.importorskip("xgrammar")
     pattern = {"type": "string", "pattern": "^(a|b){1,200}$"}

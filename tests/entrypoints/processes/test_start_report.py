@@ -50,6 +50,7 @@ def test_the_printed_parts_add_up(phases: dict[str, float]) -> None:
     assert [name for name, _ in PART.findall(line)] == [*phases, "other"]
 
 
+@pytest.mark.slow
 def test_the_start_of_a_server_counts_from_its_process(checkpoint) -> None:  # type: ignore[no-untyped-def]
     """The engine's process imports torch while the main process still reads its configuration."""
     assert find_process_start() < time.perf_counter()

@@ -274,6 +274,7 @@ async def admin_of(backends: Backends) -> Any:
     await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.mark.slow
 def test_operators_add_and_remove_replicas() -> None:
     """A removed replica's stream moves, and it stays away although its source still names it; one
     that is added again is back."""
@@ -432,6 +433,7 @@ def test_who_is_not_slow() -> None:
     assert judge_slowness([alone], 1.0) == []
 
 
+@pytest.mark.slow
 def test_requests_avoid_a_slow_replica() -> None:
     """Over HTTP: one of three replicas has late first bytes. It gets less, then nothing, and is not
     the end of a request where it is the only one left."""

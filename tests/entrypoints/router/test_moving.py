@@ -327,6 +327,7 @@ def test_state_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     run(main)
 
 
+@pytest.mark.slow
 def test_a_draining_replica_keeps_what_no_other_takes() -> None:
     """It goes on with its streams until another replica can continue them, and gets no new ones."""
 

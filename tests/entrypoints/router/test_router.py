@@ -44,6 +44,7 @@ async def talk(client: httpx.AsyncClient, turns: int, size: int, draw: random.Ra
         assert response.status_code == 200
 
 
+@pytest.mark.slow
 def test_turns_of_conversations_hit_the_cache() -> None:
     """Three replicas hit as often as one with all caches; drawn by lot they hit less."""
 
@@ -80,6 +81,7 @@ def test_a_hot_prefix_is_not_slower_than_by_turns() -> None:
     run(main)
 
 
+@pytest.mark.slow
 def test_a_slow_replica_gets_fewer_requests() -> None:
     async def main() -> None:
         fast, slow = FakeReplica(slowness=0.002), FakeReplica(slowness=0.5)

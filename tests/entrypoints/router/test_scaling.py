@@ -147,6 +147,7 @@ def test_a_long_queue_costs_an_update_no_sort_each(monkeypatch: pytest.MonkeyPat
     assert calls == [100, 1100]
 
 
+@pytest.mark.slow
 def test_a_day_on_simulated_replicas(tmp_path: Path) -> None:
     """One to several replicas and back: the target is kept while none starts, and there are at most
     two changes without need."""

@@ -91,6 +91,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
         checkpoint.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "settings"), make_cases(IMAGES, list(SETTINGS)))
 def test_images(architecture: str, settings: str, made: Made) -> None:
     """All prompts at once, each twice, and again with what the first pass cached."""
@@ -109,6 +110,7 @@ def test_images(architecture: str, settings: str, made: Made) -> None:
     assert settings in ("no prefix cache", "chunks of 16, pages of 64") or sum(output.cached_tokens for output in passes[1]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture", [pytest.param(name, marks=[] if name == "InternVLForConditionalGeneration" else pytest.mark.soak) for name in IMAGES]
 )
@@ -175,6 +177,7 @@ def test_prompt_logprobs(architecture: str, made: Made) -> None:
                     assert abs(difference) < 1e-3, (prompt.name, place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "architecture", "settings"),
     [
@@ -203,6 +206,7 @@ def test_videos_and_sounds(kind: str, architecture: str, settings: str, made: Ma
         engine.control("check_integrity")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "settings"), make_cases(MIXED, list(SETTINGS), {(MIXED[0], "chunks of 16, pages of 1")}))
 def test_modalities_beside_each_other(architecture: str, settings: str, made: Made) -> None:
     """Images, videos and sounds of one prompt; four sequences of every other prompt."""

@@ -112,6 +112,7 @@ def reply(model: Any, tokenizer: Any, messages: Any, max_tokens: int) -> str:
     return str(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["copy", "reverse", "sort", "sum"])
 def test_transformers_solves_the_tasks(model: Any, tokenizer: Any, task: str) -> None:
     examples = make_examples(task, 6, seed=11)

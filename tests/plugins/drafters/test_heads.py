@@ -132,6 +132,7 @@ def draft_with_medusa(model: Any, tensors: Tensors, tokens: list[int], steps: in
     return draft
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "reference"), [("eagle", draft_with_eagle), ("medusa", draft_with_medusa)])
 def test_drafts_and_outputs(
     name: str, reference: Callable[..., list[int]], target: tuple[str, Any], request: pytest.FixtureRequest

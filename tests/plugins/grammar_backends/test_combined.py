@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_xgrammar_is_loaded_on_first_use_and_without_limits() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n") == ["suspended False", "loaded True", ""]

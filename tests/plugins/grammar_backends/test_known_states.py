@@ -51,6 +51,7 @@ def accept(grammar: Any, token: int, mask: np.ndarray) -> bool:
     return True
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(name=st.sampled_from(sorted(GRAMMARS)), seed=st.integers(0, 1 << 30), layers=st.sampled_from(["none", "ahead", "short runs"]))
 def test_looked_up_masks_are_those_of_the_library(backend: LLGuidanceBackend, name: str, seed: int, layers: str) -> None:

@@ -30,6 +30,7 @@ def verdict(output: Output, source: dict[str, object] | str) -> str:
     return "valid"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schemas", "expressions"), [FEW, ALL])
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance", "combined"])
 def test_every_output_is_valid(backend: str, schemas: int, expressions: int) -> None:
@@ -86,6 +87,7 @@ FORCED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 def test_jumps_change_no_token(backend: str) -> None:
     """Greedy and drawn, with penalties, biases and stop strings, alone on the device and

@@ -82,6 +82,7 @@ def make(endpoint: Endpoint, **options: Any) -> IntrospectionKeyStore:
     return IntrospectionKeyStore(KeyStoreContext(), IntrospectionOptions(url=endpoint.url, **options))
 
 
+@pytest.mark.slow
 def test_it_passes_its_suite(endpoint: Endpoint) -> None:
     for number, (key, is_operator) in enumerate(KEYS.items()):
         endpoint.accounts[key] = {"sub": f"account {number}", "scope": "chat admin" if is_operator else "chat"}

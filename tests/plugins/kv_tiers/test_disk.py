@@ -302,6 +302,7 @@ def wait_for_removals(rig: Rig) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_system_on_files_fails_stores(tmp_path: Path) -> None:
     """RLIMIT_FSIZE stops a write within a block, in a process of its own."""
     script = """

@@ -79,6 +79,7 @@ def decode(peers: PrefillPeers) -> Iterator[Decode]:
     server.tier.close()
 
 
+@pytest.mark.slow
 def test_nothing_of_killed_prefill_servers_is_left(decode: Decode, peers: PrefillPeers) -> None:
     """Neither at NIXL nor in the process: maps of shared memory, descriptors, resident memory."""
     process, sizes, names = psutil.Process(), list[tuple[int, int]](), list[str]()
@@ -143,6 +144,7 @@ def test_a_peer_that_returns_before_its_last_read_ends_stays_known() -> None:
     assert known == {"peer"} and not agent.is_removing("peer")
 
 
+@pytest.mark.slow
 def test_a_read_that_was_given_up_writes_to_no_buffer_that_is_used_again(
     decode: Decode, peers: PrefillPeers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def make(name, vocab=VOCAB, slots=16):
     return REGISTRY.load(REGISTRY.get("logits_processor", name))(ProcessorContext(vocab, slots, CPU, eos_token_ids=(1,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WANTED)
 def test_conformance(name):
     for check in checks_of(lambda vocab, slots: make(name, vocab, slots), WANTED[name]):

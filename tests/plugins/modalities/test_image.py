@@ -70,6 +70,7 @@ def compare(modality: ImageModality, data: bytes, image: Image.Image) -> None:
         assert np.array_equal(got[name], expected[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VISUAL)
 def test_features_and_tokens_are_the_processors(built: dict[str, ImageModality], name: str) -> None:
     modality = built[name]

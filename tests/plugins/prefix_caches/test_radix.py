@@ -37,6 +37,7 @@ def test_with_every_eviction_policy_it_agrees_with_a_dictionary() -> None:
     run_machine(make, (1, 2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["radix", "none"])
 def test_suite(name: str) -> None:
     record = REGISTRY.get("prefix_cache", name)

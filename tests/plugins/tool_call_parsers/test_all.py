@@ -77,6 +77,7 @@ def test_every_split_gives_the_same(name):
         assert parse(name, cut(text, dice)) == whole, (text, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("lead", ["", "Let me see.\n"])
 def test_no_markup_of_a_cut_call_becomes_content(name, lead):

@@ -67,6 +67,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), JSON)), max_size=3), st.booleans(), st.integers(1, 7))
 def test_every_call_is_read(wanted, ascii_only, size):
     text = "\n".join(block(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=ascii_only)) for name, arguments in wanted)

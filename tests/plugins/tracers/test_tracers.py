@@ -56,6 +56,7 @@ class ReadableTracer(OtlpTracer):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [JsonLinesTracer, ReadableTracer])
 def test_it_passes_its_suite(target: type) -> None:
     record = load_registry(installed=False).get("tracer", "json_lines" if target is JsonLinesTracer else "otlp")

@@ -253,6 +253,7 @@ async def test_few_batches_of_a_key_run_at_once(tmp_path: Path) -> None:
     assert {(await server.over(batch)).status for batch in (*many[:-1], other)} == {"completed"}
 
 
+@pytest.mark.slow
 async def test_restart_loads_files_and_batches(tmp_path: Path) -> None:
     first = Server(tmp_path)
     done = await first.over(await first.begin(2))

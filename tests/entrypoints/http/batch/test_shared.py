@@ -120,6 +120,7 @@ async def test_a_batch_is_cancelled_from_another_server(tmp_path: Path, is_runni
         await wait_for(lambda: [path.suffix for path in tmp_path.iterdir() if path.name.startswith("batch-")] == [".json"])
 
 
+@pytest.mark.slow
 async def test_a_batch_without_a_server_is_cancelled_at_once(tmp_path: Path) -> None:
     one, two = Server(tmp_path), Server(tmp_path)
     one.gate.clear()
@@ -131,6 +132,7 @@ async def test_a_batch_without_a_server_is_cancelled_at_once(tmp_path: Path) -> 
     assert (other.status, two.asked) == ("cancelled", [])
 
 
+@pytest.mark.slow
 async def test_a_deleted_input_ends_the_batch(tmp_path: Path) -> None:
     one, two = Server(tmp_path), Server(tmp_path)
     one.gate.clear()
@@ -300,6 +302,7 @@ def kill(server: RunningServer) -> None:
     server.process.wait()
 
 
+@pytest.mark.slow
 def test_batches_outlive_their_servers(shared: SharedFolder) -> None:
     disturb(shared, [kill, drain, pause], random.Random(1))
     one, two = shared.servers

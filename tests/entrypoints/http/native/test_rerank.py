@@ -54,6 +54,7 @@ def ask(server: RunningServer, path: str, **body: Any) -> Any:
     return reply.json()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
 def test_rerank(cross_encoder, path: str) -> None:
     server, folder = cross_encoder
@@ -68,6 +69,7 @@ def test_rerank(cross_encoder, path: str) -> None:
     assert [(each["index"], set(each)) for each in best] == [(body["results"][0]["index"], {"index", "relevance_score"})]
 
 
+@pytest.mark.slow
 def test_rerank_as_text_embeddings_inference(cross_encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     litellm = pytest.importorskip("litellm")
@@ -182,6 +184,7 @@ async def test_an_unknown_model_is_refused_before_anything_is_tokenized(monkeypa
             assert (reply.status, reply.json()["error"]["code"]) == (404, "model_not_found")
 
 
+@pytest.mark.slow
 def test_classify_equals_transformers(classifier) -> None:
     server, folder = classifier
     body = ask(server, "/v1/classify", input=DOCUMENTS)

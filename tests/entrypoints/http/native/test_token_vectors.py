@@ -52,6 +52,7 @@ def wanted(texts: list[str]) -> list[np.ndarray]:
     return [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].numpy() for text in texts]
 
 
+@pytest.mark.slow
 def test_embed_all(server: RunningServer) -> None:
     """Neither pooled nor normalized; special tokens have vectors too."""
     expected = wanted(TEXTS)
@@ -66,6 +67,7 @@ def test_embed_all(server: RunningServer) -> None:
     assert "exceed the bound of a response, 4194304 numbers" in refused(server, "/embed_all", {"inputs": ["x " * 250] * 50})["error"]
 
 
+@pytest.mark.slow
 def test_grpc_and_python(server: RunningServer) -> None:
     """The same vectors by the other front ends, and the same refusals."""
     expected, long = wanted(TEXTS), "x " * 250
@@ -89,6 +91,7 @@ def test_grpc_and_python(server: RunningServer) -> None:
             np.testing.assert_allclose(each, want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["token_embed", "encode"])
 def test_pooling(server: RunningServer, task: str) -> None:
     """Of length 1, unless the request says otherwise."""

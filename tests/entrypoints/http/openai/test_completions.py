@@ -205,6 +205,7 @@ INVALID = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", INVALID)
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_name_the_parameter(server: RunningServer, name: str, case: str, stream: bool) -> None:

@@ -54,6 +54,7 @@ def test_regex_of_a_verdict_names_the_categories_of_the_policy(tmp_path: Path) -
         read_policy(str(tmp_path / "none"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("xgrammar") is None, reason="xgrammar is not installed")
 def test_policy_model_over_http(checkpoint: Path) -> None:
     flags = ("--max-total-tokens", "8192", "--moderation-policy", "default")

@@ -90,6 +90,7 @@ def test_a_long_file_has_segments_and_subtitles(audio: Any) -> None:
     assert subtitles.startswith("1\n00:00:")
 
 
+@pytest.mark.slow
 def test_words_have_times(audio: Any) -> None:
     file = as_wave(noise(2.3), 16_000)
     fields: dict[str, Any] = {"model": MODEL, "file": file, "language": "en", "response_format": "verbose_json"}
@@ -116,6 +117,7 @@ def test_responses_match_the_published_schemas(server: RunningServer, fields: di
     check_response("POST", path, 200, reply.headers["content-type"], reply.content)
 
 
+@pytest.mark.slow
 def test_a_stream_gives_the_same_text(audio: Any) -> None:
     file = as_wave(noise(1.5, 3), 16_000)
     whole = audio.transcriptions.create(model=MODEL, file=file, language="de", response_format="text", prompt="Guten Tag")
@@ -125,6 +127,7 @@ def test_a_stream_gives_the_same_text(audio: Any) -> None:
     assert "".join(event.delta for event in events[:-1]).strip() == events[-1].text.strip() == whole.strip()
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_a_text(audio: Any) -> None:
     file = as_wave(noise(1.5, 5), 16_000)
     fields = {"model": MODEL, "file": file, "language": "en", "temperature": 1.0}
@@ -134,6 +137,7 @@ def test_a_seed_repeats_a_text(audio: Any) -> None:
     assert len(others) > 1
 
 
+@pytest.mark.slow
 def test_strategies_of_chunks(audio: Any) -> None:
     fields = {"model": MODEL, "file": as_wave(noise(1.5, 5), 16_000), "language": "en"}
     plain = audio.transcriptions.create(**fields).text

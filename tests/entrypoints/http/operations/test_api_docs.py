@@ -36,6 +36,7 @@ def test_every_route_is_described(found: Any) -> None:
     assert all(operation["description"] for operation in operations)
 
 
+@pytest.mark.slow
 def test_references_lead_somewhere_and_schemas_are_schemas(found: Any) -> None:
     schemas = found["components"]["schemas"]
     text = msgspec.json.encode(found).decode()

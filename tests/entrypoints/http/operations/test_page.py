@@ -78,6 +78,7 @@ def generate(server: RunningServer, text: str, tokens: int = 2, **more: Any) -> 
     return server.post("/generate", {"text": text, "sampling_params": sampling})
 
 
+@pytest.mark.slow
 def test_live_shows_each_request_with_its_phase(page: Page, page_server: RunningServer) -> None:
     show(page, "live")
     assert page_server.post("/pause_generation", {}).status_code == 200
@@ -101,6 +102,7 @@ def test_live_shows_each_request_with_its_phase(page: Page, page_server: Running
     expect(page.locator("#experts")).to_contain_text("parallel.eplb")
 
 
+@pytest.mark.slow
 def test_a_reload_loses_no_history(page: Page, page_server: RunningServer) -> None:
     wait_until(lambda: len(page_server.get("/page/history.json")["rows"]) > 1, timeout=60)
     for _ in range(2):
@@ -116,6 +118,7 @@ def test_a_reload_loses_no_history(page: Page, page_server: RunningServer) -> No
     expect(page.locator(".plot:visible")).to_have_count(6)  # those of drafts and experts have nothing to show
 
 
+@pytest.mark.slow
 def test_alerts_drafts_experts_and_replicas_of_a_larger_server(page: Page) -> None:
     """What the embedded model on one CPU has not, as the server would tell it."""
 

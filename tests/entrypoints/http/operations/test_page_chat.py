@@ -42,6 +42,7 @@ def reply_with(page: Page, body: str) -> None:
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
 
 
+@pytest.mark.slow
 def test_an_answer_its_tokens_and_a_reload(page: Page) -> None:
     ask(page, QUESTION)
     text = page.locator(".message.assistant .text")
@@ -138,6 +139,7 @@ def test_copies_go_to_the_clipboard(browser: Browser, page_server: RunningServer
         assert page.evaluate("navigator.clipboard.readText()") == ANSWER
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["curl", "python"])
 def test_a_request_runs_outside_of_the_page(page: Page, kind: str) -> None:
     if kind == "curl" and shutil.which("curl") is None:

@@ -94,6 +94,7 @@ def events_of(frames: list[Frame]) -> bytes:
     return b"".join(body for _, _, body in frames)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_paced")
 @pytest.mark.parametrize("number", range(15))
 async def test_a_stream_continues_from_each_of_its_events(number: int) -> None:

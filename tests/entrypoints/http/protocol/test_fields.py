@@ -188,6 +188,7 @@ async def test_known_nested_fields_pass() -> None:
     assert ChatRequest(messages=HI, response_format=SCHEMA_FORM).to_sampling_params().json_schema is not None
 
 
+@pytest.mark.slow
 def test_what_unknown_names_cost_is_bounded() -> None:
     """A body of the largest size with nothing but unknown names is refused before names are
     compared."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from frame.interfaces.parsing import ParserContext, ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
 from tests.entrypoints.adapter_engine import CONFIG, make_adapter, tensors
@@ -175,6 +176,7 @@ async def adapted(server: InProcess, folder: Path) -> set[str]:
     return seen
 
 
+@pytest.mark.slow
 async def test_responses_match_the_published_schemas(tmp_path: Path) -> None:
     adapters = {"enabled": True, "folders": [str(tmp_path)], "uploads": True}
     async with serving({"batches": {"folder": str(tmp_path)}, "adapters": adapters}) as server:

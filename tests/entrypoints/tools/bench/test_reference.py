@@ -130,6 +130,7 @@ def test_a_step_is_bound_by_what_is_slower() -> None:
     assert Ceilings(1e9, 400).seconds(read, operations) == 2
 
 
+@pytest.mark.slow
 def test_the_table_is_made_of_what_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     few = ["--only", "single,mixed256", "--shrink", "64", "--max-len", "512", "--budget", "90", "--set", "threads=1"]

@@ -42,6 +42,7 @@ def plan() -> DeploymentPlan:
     return plan_deployment(FrameConfig.model_validate(DEEPSEEK), parse_machine("8xh200"))
 
 
+@pytest.mark.slow
 def test_deepseek_on_eight_h200(plan: DeploymentPlan) -> None:
     """The parameters without the MTP layer are 671 billion: 671 GB in fp8, of which embedding, head
     and routers are bfloat16. A latent is 576 values of 2 bytes in each of 61 layers, whole on every
@@ -216,6 +217,7 @@ def test_windows_and_states_have_lower_bounds(architecture: str, is_recurrent: b
         assert plan.memory.window_bytes / plan.memory.bytes_per_token == cost.window.cached / cost.cached
 
 
+@pytest.mark.slow
 def test_a_plan_for_another_machine_imports_no_kernel_of_it(plan: DeploymentPlan) -> None:
     """The base installation on a CPU has no Triton, which the machine has."""
     script = """
