@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from frame.core.interfaces.media import EncodeOrder, MediaItem
     from frame.core.interfaces.model import Model
 
-_HIDDEN = ("hidden_size", "embed_dim", "d_model")  # names of an encoder's sizes in config.json
-_INNER = ("intermediate_size", "encoder_ffn_dim", "hidden_dim")
+_HIDDEN = ("hidden_size", "embed_dim", "d_model", "vt_hidden_size")  # names of an encoder's sizes in config.json
+_INNER = ("intermediate_size", "encoder_ffn_dim", "hidden_dim", "vt_intermediate_size")
 
 
 def count_bytes(model: Model, context: BuildContext, config: Mapping[str, Any]) -> int:

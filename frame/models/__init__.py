@@ -67,9 +67,10 @@ _DECODERS = (
     (
         "deepseek_v3",
         "deepseek_v3:DeepseekV3ForCausalLM",
-        ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM", "KimiK25ForConditionalGeneration"),
+        ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
         "DeepSeek-V3, V3.1 and R1, Kimi-K2",
     ),
+    ("kimi_k25", "kimi_k25:KimiK25ForConditionalGeneration", _media("KimiK25", "Kimi_K25"), "Kimi-K2.5 and K2.6"),
     (
         "deepseek_v32",
         "deepseek_v32:DeepseekV32ForCausalLM",
@@ -114,7 +115,7 @@ _WINDOWED = (
     "qwen3_moe",
 )  # fmt: skip
 _INVARIANT_ON_CPU = ("glm4v", "internvl")
-_DRAFTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "nemotron_h", "qwen3_next")
+_DRAFTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "kimi_k25", "nemotron_h", "qwen3_next")
 _IMAGE, _VIDEO, _AUDIO = "image", "video", "audio"
 _MODALITIES = {
     "gemma3": (_IMAGE,),
@@ -122,6 +123,7 @@ _MODALITIES = {
     "glm4_moe": (_IMAGE, _VIDEO),
     "glm4v": (_IMAGE, _VIDEO),
     "internvl": (_IMAGE,),
+    "kimi_k25": (_IMAGE,),
     "llama": (_IMAGE, _AUDIO),
     "llama4": (_IMAGE,),
     "qwen2": (_IMAGE, _VIDEO, _AUDIO),

@@ -355,6 +355,31 @@ FAMILIES: dict[str, Family] = {  # by architecture, and a form of it after a hyp
         {"processor_class": "VoxtralProcessor"},
         {"preprocessor_config.json": {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16}},
     ),
+    "Kimi_K25ForConditionalGeneration": Family(
+        "kimi_k25",
+        {
+            **_GLM_MOE, "model_type": "deepseek_v3", "head_dim": 8, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1,
+            "n_shared_experts": 1, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        },
+        {"vision_config": {**_TOWER, "pos_emb_height": 8, "pos_emb_width": 8}},
+        {
+            "image_token_id": "<|media_pad|>", "video_token_id": "<|kimi_k25_video_placeholder|>",
+            "vision_start_token_id": "<|media_begin|>", "vision_end_token_id": "<|media_end|>",
+        },
+        (
+            "[BOS]", "[EOS]", "[PAD]", "<|im_user|>", "<|im_middle|>", "<|im_end|>", "<|media_begin|>", "<|media_content|>",
+            "<|media_pad|>", "<|media_end|>", "<|kimi_k25_video_placeholder|>",
+        ),
+        ("<|im_user|>", "<|im_middle|>", "<|im_end|>"),
+        {"image": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>\n"},
+        {"processor_class": "Kimi_K25Processor"},
+        {
+            "preprocessor_config.json": _pictures(
+                "Kimi_K25ImageProcessor", {"max_height": 16, "max_width": 16}, patch_size=14, merge_size=2, max_patches=64
+            )
+        },
+        {"projection_hidden_size": 32},
+    ),
     "Llama4ForConditionalGeneration": Family(
         "llama4",
         _LLAMA4,
@@ -450,11 +475,28 @@ def make_media_checkpoint(folder: str | Path, name: str, seed: int = 0, **text: 
     model = getattr(transformers, architecture)._from_config(config, attn_implementation="eager").to(torch.float32)
     set_weights(model, seed)
     model.save_pretrained(folder)
+    if family.model_type == "kimi_k25":
+        _write_published_names(folder / "model.safetensors")
     files = {**family.files, "processor_config.json": family.processor}
     for name, contents in files.items():
         stored = {**contents, "processor_class": family.processor["processor_class"]}
         (folder / name).write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n")
     return folder
+
+
+def _write_published_names(file: Path) -> None:
+    """Undo what transformers 5.24 renames beyond the names of Kimi-K2.5's publisher."""
+    from safetensors.torch import load_file, save_file
+
+    names = {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+        "model.mm_projector.": "mm_projector.",
+    }
+    tensors = load_file(file)
+    for wrong, right in names.items():
+        tensors = {name.replace(wrong, right): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file, {"format": "pt"})
 
 
 def load_media_reference(folder: str | Path) -> Any:

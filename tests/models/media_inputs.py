@@ -34,6 +34,9 @@ def make_items(folder: Path, modality: str) -> list[Item]:
         name = "pixel_values" if modality == "image" else "pixel_values_videos"
         grids = [torch.tensor([grid]) for grid in _GRIDS[modality]]
         return [{name: torch.randn(int(grid.prod()), width, generator=draw), f"{modality}_grid_thw": grid} for grid in grids]
+    if family == "kimi_k25":
+        grids = [torch.tensor([grid]) for grid in _GRIDS[modality]]
+        return [{"pixel_values": torch.randn(int(grid.prod()), 3, 14, 14, generator=draw), "image_grid_thw": grid} for grid in grids]
     if modality == "video":
         return [{"pixel_values_videos": torch.randn(1, frames, 3, 56, 56, generator=draw)} for frames in (2, 2)]
     if family == "minicpmv4_6":

@@ -5,6 +5,7 @@ Pure; it must not import or name a plugin.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,9 +26,9 @@ _CONFIGS = {"image": "vision_config", "video": "vision_config", "audio": "audio_
 # Seconds for an operation of an encoder over those for one of a prompt: 80 ms for 8,160 patches of
 # Qwen3-VL-8B on an H200, beside 30 ms for 2,056 prompt tokens
 _SLOWNESS = 6.0
-_LAYERS = ("depth", "num_hidden_layers", "encoder_layers")  # names of an encoder's sizes in config.json
-_HIDDEN = ("embed_dim", "hidden_size", "d_model")
-_INNER = ("intermediate_size", "encoder_ffn_dim")
+_LAYERS = ("depth", "num_hidden_layers", "encoder_layers", "vt_num_hidden_layers")  # names of an encoder's sizes in config.json
+_HIDDEN = ("embed_dim", "hidden_size", "d_model", "vt_hidden_size")
+_INNER = ("intermediate_size", "encoder_ffn_dim", "vt_intermediate_size")
 _WIDTHS = {"float32": 4}  # bytes of a number; others have 2
 
 
@@ -104,7 +105,7 @@ def plan_media(
         rows = max(_MIN_ROWS, min(_MAX_ROWS, _TABLE_BYTES // row_bytes, 2 * max_context))
         reasons["media.table_rows"] = f"{rows * row_bytes >> 20} MiB of {row_bytes} bytes each, at most for two whole prompts"
     if budget is None:
-        merged = int(vision.get("spatial_merge_size") or 1) ** 2
+        merged = math.prod(vision.get("merge_kernel_size") or [int(vision.get("spatial_merge_size") or 1)] * 2)
         budget = max(_MIN_ROWS, chunk * merged)
         reasons["media.encode_budget"] = f"rows of a step's prompt tokens, {merged} of these positions each"
     processes = media.processes

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 BODY = ("embed_tokens.", "layers.", "norm.")  # name prefixes in a checkpoint of the body alone
 # of the language model in a checkpoint that also has encoders, as transformers 5 and 4 write it
 WRAPPERS = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
-_ENCODERS = r"(?:model\.)?(?:vision_tower|vision_model|visual|merger|multi_modal_projector|embed_vision|audio_tower|embed_audio)\."
+_ENCODERS = (
+    r"(?:model\.)?(?:vision_tower|vision_model|visual|merger|multi_modal_projector|mm_projector|embed_vision|audio_tower|embed_audio)\."
+)
 
 Norm = RMSNorm | LayerNorm
 

@@ -20,6 +20,7 @@ import numpy as np
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.model import ModelConfig
 from frame.interfaces.modality import MediaError, Modality
+from frame.plugins.modalities.kimi_k25 import make_kimi_images
 from frame.plugins.modalities.llama4 import make_llama4_images
 from frame.plugins.modalities.pixtral import make_pixtral_processor
 
@@ -27,6 +28,12 @@ _log = logging.getLogger(__name__)
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 MAX_RATIO = 200  # of the sides of a picture or a frame; as in transformers, where a processor has a limit
 _PIXTRAL = "PixtralProcessor"
+# by the name of the class in preprocessor_config.json, transformers' or the checkpoint's own
+_WITHOUT_TORCHVISION = {
+    "Kimi_K25ImageProcessor": make_kimi_images,
+    "KimiK25VisionProcessor": make_kimi_images,
+    "Llama4ImageProcessor": make_llama4_images,
+}
 _TOKEN_KEYS = ("{}_token_id", "{}_token_index")  # of a modality, in config.json
 
 
@@ -66,12 +73,9 @@ def load_image_processor(folder: Path) -> Any:
         **read_settings(folder / "preprocessor_config.json"),
         **(read_settings(folder / "processor_config.json").get("image_processor") or {}),
     }
-    if str(stored.get("image_processor_type")).startswith("Llama4ImageProcessor"):
-        return _load(
-            "image processor",
-            folder,
-            lambda: make_llama4_images().from_pretrained(folder, local_files_only=True, trust_remote_code=False),
-        )
+    kind = str(stored.get("image_processor_type"))
+    if (make := next((make for name, make in _WITHOUT_TORCHVISION.items() if kind.startswith(name)), None)) is not None:
+        return _load("image processor", folder, lambda: make().from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     return _load(
         "image processor",
         folder,

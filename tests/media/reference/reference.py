@@ -70,6 +70,13 @@ def _encode_alone(encode: Callable[..., Any], input_features: torch.Tensor, feat
     return outputs[0]
 
 
+def _embed_first(model: Any, forward: Callable[..., Any], input_ids: Any = None, pixel_values: Any = None, **keys: Any) -> Any:
+    """A placeholder that Kimi-K2.5 generates is embedded as it is; transformers takes token 0."""
+    if pixel_values is None and keys.get("inputs_embeds") is None:
+        keys["inputs_embeds"], input_ids = model.get_input_embeddings()(input_ids), None
+    return forward(input_ids=input_ids, pixel_values=pixel_values, **keys)
+
+
 class Reference:
     """One checkpoint."""
 
@@ -79,10 +86,12 @@ class Reference:
         self._config = json.loads((folder / "config.json").read_text())
         self.family = str(self._config["model_type"])
         self.model = load_media_reference(folder)
-        has_images = "vision_config" in self._config and self.family != "llama4"  # its processor needs torchvision
+        has_images = "vision_config" in self._config and self.family not in ("kimi_k25", "llama4")  # whose processors need torchvision
         if self.family == _OMNI:
             tower = self.model.model.audio_tower
             tower.forward = partial(_encode_alone, tower.forward)
+        elif self.family == "kimi_k25":
+            self.model.model.forward = partial(_embed_first, self.model.model, self.model.model.forward)
         elif hasattr(getattr(self.model, "model", None), "get_rope_index"):
             self.model.model.get_rope_index = partial(_find_positions, self.model.model.get_rope_index)
         self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil") if has_images else None
