@@ -40,7 +40,8 @@ def make_kimi_images() -> Any:
                 raise TypeError("max_height and max_width are one number of patches, and do_resize is true")
             side, merge, patches, grids = settings["patch_size"], settings["merge_size"], [], []
             for image in images:
-                (height, width), padded = find_sizes(*image.shape[-2:], side, merge, settings["max_patches"], size.max_height)
+                height, width = image.shape[-2:]
+                (height, width), padded = find_sizes(height, width, side, merge, settings["max_patches"], size.max_height)
                 resized = self.resize(image, SizeDict(height=height, width=width), resample=settings["resample"])
                 pixels = np.pad(resized, ((0, 0), (0, padded[0] - height), (0, padded[1] - width)))
                 if settings["do_rescale"]:
