@@ -112,8 +112,9 @@ class MediaEncoder:
         own = self._compute(self._model, modality, shares[group.rank]) if shares[group.rank] else None
         for rank, share in enumerate(shares):
             if share:
-                rows = self.table.new_empty(sum(len(order.rows) for order in share), self.table.shape[1])
-                self._store(share, group.broadcast(own if own is not None and rank == group.rank else rows, rank))
+                is_own = own is not None and rank == group.rank
+                rows = own if is_own else self.table.new_empty(sum(len(order.rows) for order in share), self.table.shape[1])
+                self._store(share, group.broadcast(rows, rank))
 
     def _compute(self, model: HasEncoders, modality: str, orders: Sequence[EncodeOrder]) -> torch.Tensor:
         """The rows of all items, one after another."""

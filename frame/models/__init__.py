@@ -64,6 +64,7 @@ _DECODERS = (
         "Qwen3-MoE, Qwen3-VL-MoE, and Qwen3-Omni without its speech",
     ),
     ("deepseek_v2", "deepseek_v2:DeepseekV2ForCausalLM", ("DeepseekV2ForCausalLM",), "DeepSeek-V2, with latent attention"),
+    ("deepseek_ocr2", "deepseek_ocr2:DeepseekOcr2ForConditionalGeneration", _media("DeepseekOcr2"), "DeepSeek-OCR 2"),
     (
         "deepseek_v3",
         "deepseek_v3:DeepseekV3ForCausalLM",
@@ -118,6 +119,7 @@ _INVARIANT_ON_CPU = ("glm4v", "internvl")
 _DRAFTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "kimi_k25", "nemotron_h", "qwen3_next")
 _IMAGE, _VIDEO, _AUDIO = "image", "video", "audio"
 _MODALITIES = {
+    "deepseek_ocr2": (_IMAGE,),
     "gemma3": (_IMAGE,),
     "gemma4": (_IMAGE,),
     "glm4_moe": (_IMAGE, _VIDEO),

@@ -280,7 +280,7 @@ _PICTURES, _FILMS, _SOUNDS = (
     ("pixel_values_videos", "video_grid_thw"),
     ("input_features", "feature_attention_mask"),
 )
-_ALONE = ("minicpmv4_6",)  # families whose arrays of several items do not lie along the first axis
+_ALONE = ("deepseek_ocr2", "minicpmv4_6")  # families whose arrays of several items do not lie along the first axis, or that may lack some
 _UNREAD: Mapping[str, tuple[str, ...]] = {"gemma4": ("audio_config",)}  # by model_type: encoders that are not built
 # by model_type, with the names of the arrays; the others by transformers' methods
 _FAMILIES: Mapping[str, tuple[Callable[[Any, str, Arrays], tuple[Any, Sequence[Any]]], Collection[str]]] = {

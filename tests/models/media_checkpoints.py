@@ -355,6 +355,34 @@ FAMILIES: dict[str, Family] = {  # by architecture, and a form of it after a hyp
         {"processor_class": "VoxtralProcessor"},
         {"preprocessor_config.json": {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16}},
     ),
+    "DeepseekOcr2ForConditionalGeneration": Family(
+        "deepseek_ocr2",
+        {
+            **{key: value for key, value in _GLM_MOE.items() if key not in ("first_k_dense_replace", "head_dim")}, "n_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+        {
+            "vision_config": {
+                "sam_config": {
+                    **_TOWER, "output_channels": 16, "downsample_channels": [24, 32], "window_size": 7, "global_attn_indexes": [1],
+                    "mlp_dim": 48, "image_size": 256,
+                },
+                "encoder_config": {**_TOWER, "num_key_value_heads": 2, "vocab_size": 8},
+            }
+        },
+        {"image_token_id": "<image>"},
+        ("<|begin|>", "<|end|>", "<|pad|>", "<|User|>", "<|Assistant|>", "<image>"),
+        ("<|", "|>", "\n"),
+        {"image": "<image>\n"},
+        {"processor_class": "DeepseekOcr2Processor"},
+        {
+            "preprocessor_config.json": _pictures(
+                "DeepseekOcr2ImageProcessor", {"height": 768, "width": 768}, tile_size=768, crop_to_patches=True, min_patches=2,
+                max_patches=6, background_color=[127, 127, 127],
+            )
+        },
+        named={"image_token": "<image>"},
+    ),
     "Kimi_K25ForConditionalGeneration": Family(
         "kimi_k25",
         {

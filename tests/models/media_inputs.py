@@ -34,6 +34,13 @@ def make_items(folder: Path, modality: str) -> list[Item]:
         name = "pixel_values" if modality == "image" else "pixel_values_videos"
         grids = [torch.tensor([grid]) for grid in _GRIDS[modality]]
         return [{name: torch.randn(int(grid.prod()), width, generator=draw), f"{modality}_grid_thw": grid} for grid in grids]
+    if family == "deepseek_ocr2":  # in tiles, and as a whole alone
+        whole = [torch.randn(1, 3, 768, 768, generator=draw) for _ in range(2)]
+        tiles = torch.randn(2, 3, 768, 768, generator=draw)
+        return [
+            {"pixel_values": whole[0], "num_local_patches": torch.tensor([2]), "pixel_values_local": tiles},
+            {"pixel_values": whole[1], "num_local_patches": torch.tensor([0])},
+        ]
     if family == "kimi_k25":
         grids = [torch.tensor([grid]) for grid in _GRIDS[modality]]
         return [{"pixel_values": torch.randn(int(grid.prod()), 3, 14, 14, generator=draw), "image_grid_thw": grid} for grid in grids]
@@ -71,9 +78,12 @@ def join_items(items: Sequence[Item]) -> Item:
     """The items as transformers gets them at once."""
     joined = {}
     for name in items[0]:
-        arrays = [item[name] for item in items]
+        arrays = [item[name] for item in items if name in item]
         if name == "pixel_values" and "target_sizes" in items[0]:
             joined[name] = torch.cat(arrays, -1)
+            continue
+        if arrays[0].dim() == 1:
+            joined[name] = torch.cat(arrays)
             continue
         height, width = (max(array.shape[axis] for array in arrays) for axis in (-2, -1))
         if name == "pixel_values" and arrays[0].dim() == 4:

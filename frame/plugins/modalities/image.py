@@ -92,7 +92,8 @@ class ImageModality(ProcessorModality):
         arrays = as_arrays(outputs)
         grid = arrays.get("image_grid_thw")
         if grid is None:
-            return MediaLayout(expansion, patches=self._count_patches(arrays[_PIXELS]))
+            patches = sum(self._count_patches(pixels) for name, pixels in arrays.items() if name.startswith(_PIXELS))
+            return MediaLayout(expansion, patches=patches)
         frames, rows, columns = (int(each) for each in grid[0])
         merge = self._processor.image_processor.merge_size
         runs = len(re.findall(f"(?:{re.escape(self._row_token)})+", expansion))
@@ -113,8 +114,10 @@ class ImageModality(ProcessorModality):
         if self._scaling is None:
             return as_arrays(self._process(self._processor, image, {})[0])
         arrays = as_arrays(self._process(self._bytes, image, self._raw)[0])
-        pixels = self._arrange(arrays[_PIXELS])
-        return {**arrays, _PIXELS: pixels.astype(np.uint8, copy=False), **self._scaling}
+        for name in [name for name in arrays if name.startswith(_PIXELS)]:  # some processors write those of tiles apart
+            arrays[name] = self._arrange(arrays[name]).astype(np.uint8, copy=False)
+            arrays |= {f"{name}.{part}": numbers for part, numbers in self._scaling.items()}
+        return arrays
 
     def _process(self, processor: Any, image: Any, arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
         """-> the processor's outputs, and the expansion of the placeholder."""
@@ -162,7 +165,7 @@ class ImageModality(ProcessorModality):
         scale, offset = (factor / deviation).astype(np.float32), (-mean / deviation).astype(np.float32)
         if len(set(scale.tolist())) == len(set(offset.tolist())) == 1:  # then channels may have any place
             scale, offset = scale[:1], offset[:1]
-        self._scaling = {f"{_PIXELS}.scale": scale, f"{_PIXELS}.offset": offset}
+        self._scaling = {"scale": scale, "offset": offset}
         try:
             return self._scaling if all(self._scales(np.random.default_rng(0), *size) for size in _SAMPLES) else None
         except (AttributeError, KeyError, ValueError):  # patches in another order
