@@ -112,8 +112,8 @@ class MediaEncoder:
         own = self._compute(self._model, modality, shares[group.rank]) if shares[group.rank] else None
         for rank, share in enumerate(shares):
             if share:
-                is_own = own is not None and rank == group.rank
-                rows = own if is_own else self.table.new_empty(sum(len(order.rows) for order in share), self.table.shape[1])
+                shape = sum(len(order.rows) for order in share), self.table.shape[1]
+                rows = own if own is not None and rank == group.rank else self.table.new_empty(shape)
                 self._store(share, group.broadcast(rows, rank))
 
     def _compute(self, model: HasEncoders, modality: str, orders: Sequence[EncodeOrder]) -> torch.Tensor:
