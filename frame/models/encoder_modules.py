@@ -138,7 +138,8 @@ class PackedAttention(nn.Module):
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_planned: bool) -> torch.Tensor:
     """Each tensor: [sequences, heads, positions, size of a head]. Flash attention is called by its
     own name: PyTorch's choice of kernels holds for all threads."""
-    if is_planned or query.element_size() != 2 or query.shape[-1] % 8:
+    able = torch.backends.cuda.can_use_flash_attention  # by device, dtype and size of the heads
+    if is_planned or not able(torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, False)):
         return F.scaled_dot_product_attention(query, key, value)
     return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]  # type: ignore[no-any-return]  # noqa: SLF001
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from frame.models.encoder_modules import PatchEmbedding, PlannedShapes, SequenceRuns, replace_modules
+from frame.models.encoder_modules import PatchEmbedding, PlannedShapes, SequenceRuns, _attend, replace_modules
 from tests.models.harness import open_session
 from tests.models.media_checkpoints import make_media_checkpoint
 from tests.models.media_inputs import make_items
@@ -70,3 +70,10 @@ def test_the_batch_invariant_mode_plans_nothing() -> None:
     runs.num_entries = 1 << 40
     for _ in range(3):
         assert runs.find(torch.tensor([0, 100, 200])) == [(100, 2, False)]
+
+
+def test_devices_without_flash_attention_use_another_kernel() -> None:
+    query, key, value = torch.randn(3, 2, 4, 5, 16, dtype=torch.bfloat16).unbind()
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    for is_planned in (False, True):
+        assert torch.equal(_attend(query, key, value, is_planned=is_planned), expected)
