@@ -29,7 +29,7 @@ REQUIRED = frozenset(
     {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size", "eos_token_id", "layers_block_type"}
 )
 HEADS = 16  # no default of a number of key-value heads, so that such a default shows
-NOT_COMPARED = ("glm4v", "internvl", "whisper")  # plugins without a small configuration here
+NOT_COMPARED = ("deepseek_ocr2", "glm4v", "internvl", "kimi_k25", "whisper")  # plugins without a small configuration here
 
 
 @cache
