@@ -34,7 +34,7 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "CUDA_VISIBLE_D
 
 
 class MediaPool:
-    """The processes. folder: of the features. command: replaces the program."""
+    """The processes that decode files. folder: of the features. command: replaces the program."""
 
     def __init__(self, resolved: Resolved, folder: Path, command: Sequence[str] | None = None) -> None:
         media = resolved.user.media

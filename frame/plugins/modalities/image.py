@@ -72,7 +72,7 @@ class ImageModality(ProcessorModality):
         self._arguments: dict[str, Any] = {**merged["images_kwargs"], "return_tensors": "np", "do_convert_rgb": False}
         self._prefix = self._find_prefix(merged)
         self._shapes = copy.copy(self._processor)
-        self._shapes.image_processor = _without_pixels(images)
+        self._shapes.image_processor = _without_pixels(_with_byte_patches(images))
         self._has_grids = context.model_config.has_mrope
         self._bytes = copy.copy(self._processor)
         self._bytes.image_processor = _with_byte_patches(images)
@@ -188,7 +188,8 @@ class ImageModality(ProcessorModality):
         """Positions of the encoder for these pixels."""
         if pixels.ndim < 4:
             return math.prod(pixels.shape[:-1])
-        side = (self.context.model_config.full_config.get("vision_config") or {}).get("patch_size") or 14
+        vision = self.context.model_config.full_config.get("vision_config") or {}
+        side = vision.get("patch_size") or (vision.get("sam_config") or {}).get("patch_size") or 14
         side = side if isinstance(side, int) else side[0]
         return math.prod(pixels.shape[:-3]) * (pixels.shape[-2] // side) * (pixels.shape[-1] // side)
 

@@ -81,7 +81,6 @@ def test_a_hot_prefix_is_not_slower_than_by_turns() -> None:
     run(main)
 
 
-@pytest.mark.slow
 def test_a_slow_replica_gets_fewer_requests() -> None:
     async def main() -> None:
         fast, slow = FakeReplica(slowness=0.002), FakeReplica(slowness=0.5)

@@ -34,4 +34,4 @@ def test_features_and_tokens_are_the_processors(folder: Path, size: tuple[int, i
         assert np.abs(normalise(arrays, name) - expected[name]).max() < 1e-6
     assert "pixel_values_local" in names or "pixel_values_local" not in arrays
     assert layout.expansion == "<image>" * (144 * (1 + tiles) + 1)
-    assert layout.patches == (1 + tiles) * (768 // 14) ** 2  # the least size of a patch that a tower may have
+    assert layout.patches == (1 + tiles) * (768 // 16) ** 2
