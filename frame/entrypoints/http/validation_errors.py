@@ -35,7 +35,7 @@ MAX_NAME_CHARS = 64  # of an object's key that a sentence quotes
 MAX_SEARCHED = 256 * 1024  # bytes of a body that is read once more to name the field that is at fault
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NAME_END = re.compile(rb'"[ \t\r\n]*:')
-_CUT = "Input data was truncated"  # msgspec's message
+_CUT, _NO_TEXT = "Input data was truncated", "Invalid UTF-8 encoded string"  # msgspec's messages
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
@@ -194,7 +194,7 @@ def unreadable_json(data: bytes, error: Exception) -> ApiError:
     """The `ApiError` 400 of a body that is not JSON; `error` is the decoder's."""
     if data.startswith(_BYTE_ORDER_MARKS):
         reason = "it begins with a byte-order mark; send plain UTF-8"
-    elif isinstance(error, UnicodeDecodeError):
+    elif isinstance(error, UnicodeDecodeError) or str(error) == _NO_TEXT:  # up to msgspec 0.22, and from 0.23
         reason = "it is no UTF-8"
     elif _HALF_PAIR.search(data):
         reason = "a string has half of a surrogate pair (such as \\ud83d alone); send whole characters"
