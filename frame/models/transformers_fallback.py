@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers; a model with other ones masks keys by itself
 _INTERFACE = "frame_paged"  # name under which `attend` is registered in transformers' attention functions
+_LOADING = threading.Lock()  # `from_pretrained` replaces methods of transformers' classes while it runs, and puts back what it found
 
 
 class TransformersForCausalLM(CausalLM, nn.Module):
@@ -63,7 +65,7 @@ class TransformersForCausalLM(CausalLM, nn.Module):
             options = {"config": config, "state_dict": state, "dtype": self.context.dtype, "output_loading_info": True}
             return self.architecture.from_pretrained(None, trust_remote_code=self.context.load_code is not None, **options)
 
-        with _quiet():
+        with _LOADING, _quiet():
             model, report = self._build_with_config(load)
         _check_loading(report)
         replace_layers(model, layers)

@@ -3,6 +3,7 @@ with a clear message."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,28 @@ def test_a_quantized_checkpoint_on_one_and_two_ranks(dialect: str, tmp_path: Pat
     torch.testing.assert_close(logits_of(session), want, rtol=1e-3, atol=1e-3)
     both = on_ranks(2, lambda group: logits_of(open_session(stored, tp=group, gemm_kernel="torch", **names)))
     torch.testing.assert_close(both[0], want, rtol=1e-3, atol=1e-3)
+
+
+def test_loads_follow_one_another(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers replaces `PreTrainedModel.tie_weights` while it loads; of two loads at once, the
+    second puts back the first's replacement, and the process ties no weights any more."""
+    from transformers import PreTrainedModel
+
+    load, loading, tie = PreTrainedModel.from_pretrained.__func__, [], PreTrainedModel.tie_weights
+
+    def load_slowly(cls: type[Any], *arguments: Any, **keys: Any) -> Any:
+        assert not loading
+        loading.append(cls)
+        time.sleep(0.2)
+        try:
+            return load(cls, *arguments, **keys)
+        finally:
+            loading.pop()
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(load_slowly))
+    folder = checkpoint("LlamaForCausalLM", **SIZES)
+    on_ranks(2, lambda group: open_session(folder, tp=group, model="transformers"))
+    assert PreTrainedModel.tie_weights is tie
 
 
 @pytest.mark.parametrize("method", ["int8", "int4", "fp8"])
