@@ -22,11 +22,13 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from frame.core.interfaces.plugin import Anything, PluginRecord
 from frame.interfaces.kinds import KINDS
-from frame.testing import conformance
+
+if TYPE_CHECKING:
+    from frame.testing import conformance
 
 C = TypeVar("C", bound=type)
 
@@ -45,6 +47,8 @@ class Mutant:
 
     def subject(self) -> conformance.Subject:
         """The class as a suite takes it."""
+        from frame.testing import conformance  # imports pydantic, whose time is not a command's
+
         record = PluginRecord(self.kind, self.name, f"mutants:{self.name}", KINDS[self.kind].api, self.capabilities)
         return conformance.Subject(record, self.make(), self.options, conformance.Setting())
 
@@ -92,6 +96,8 @@ class MutantList:
 def kill_table(mutants: Iterable[Mutant]) -> dict[str, dict[str, str]]:
     """For each mutant: what is wrong, the first check that fails (""; it survives), and the reason
     why it may survive."""
+    from frame.testing import conformance
+
     found = {}
     for mutant in mutants:
         failed = [outcome.check for outcome in conformance.run_suite(mutant.subject(), first_failure=True) if outcome.result == "failed"]

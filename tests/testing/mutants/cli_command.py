@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import click
 
 from frame.interfaces.cli import CliCommand, CommandContext
-from frame.testing.serving.cli_command import MAX_SECONDS
 from tests.testing.mutants import MutantList
 
 
@@ -185,7 +184,7 @@ class CountsAtTheStart(Greeting):
 
     def make_command(self) -> click.Command:
         began = time.process_time()
-        while time.process_time() - began < MAX_SECONDS:
+        while time.process_time() - began < 1.0:
             pass
         return super().make_command()
 
