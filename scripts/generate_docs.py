@@ -276,8 +276,8 @@ def models() -> str:
         "`LoRA`: [adapters](lora.md). `media`: what a prompt may hold besides text, where the checkpoint has an encoder for it: images "
         "and videos by its `vision_config`, audio by its `audio_config`. The encoders are those of the installed transformers, on every "
         "rank. `checked against`: tests compare the logits and the greedy tokens of small random checkpoints in float32, with encoders the "
-        "logits of prompts with each of its media. The encoders of other `ForConditionalGeneration` checkpoints are not "
-        "loaded. [Whisper](speech.md) transcribes."),
+        "logits of prompts with each of its media. Other `ForConditionalGeneration` checkpoints go through the fallback, "
+        "[some of them](multimodal.md) with their encoder of images. [Whisper](speech.md) transcribes."),
         table(head, rows),
         ("**LongRoPE** (Phi-3 with 128k tokens, Phi-3.5, Phi-4-mini) has two lists of rotary factors. Native models choose one at the "
         "start: the long factors if the context (`--max-model-len`, by default the checkpoint's) exceeds the original length of the "

@@ -122,12 +122,16 @@ class MediaEncoder:
 
     def _encode_layers(self, order: EncodeOrder) -> None:
         """Compute some layers of an item, from the first one on if they are not known: after a
-        failed step."""
+        failed step. A model that cannot divide its encoders computes all at the last ones."""
+        if not isinstance(self._model, DividesEncoders):
+            if not order.stop_layer and order.first_layer >= 0:
+                self._encode(order.item.modality, [order])
+            return
         layers, self._layers = self._layers, None
         if layers is not None and (order.first_layer <= 0 or order.item.digest != layers.digest):
             layers.close()
             layers = None
-        if order.first_layer < 0 or self.table is None or not isinstance(self._model, DividesEncoders):
+        if order.first_layer < 0 or self.table is None:
             return
         if layers is None:
             layers = _Layers(order.item.digest, self._model.encode_by_layer(order.item.modality, self._load(order.item)))

@@ -180,7 +180,7 @@ def register_models(registry: KindRegistry) -> None:
     registry.add(
         "transformers",
         "frame.models.transformers_fallback:TransformersForCausalLM",
-        capabilities=ModelCapabilities(None, tasks=("generate",), graphs=False, adapters=False),
-        summary="Any decoder of the installed transformers whose attention goes through its interface",
+        capabilities=ModelCapabilities(None, tasks=("generate",), graphs=False, adapters=False, modalities=(_IMAGE,)),
+        summary="Any decoder of the installed transformers whose attention goes through its interface, with its encoder of images",
         rank=-10,
     )

@@ -71,18 +71,19 @@ class ReadsMedia(Decoder):
 
 class TransformersEncoders(nn.Module):
     """The towers and projectors of an architecture's base model in transformers, without its
-    language model."""
+    language model. model: one that is loaded; None: it is built, and its weights follow."""
 
-    def __init__(self, context: ModelContext) -> None:
+    def __init__(self, context: ModelContext, model: Any = None) -> None:
         super().__init__()
         self.device = context.device
         self.dtype = context.dtype
         self.is_deterministic = context.deterministic
         self._platform = context.platform
         self.threads = LayerThreads()
-        self.model: Any = _build_model(context.model_config, context.dtype)
+        self.model: Any = _build_model(context.model_config, context.dtype) if model is None else model
         self.family = str(self.model.config.model_type)
-        replace_modules(self.model, context.device, deterministic=context.deterministic)
+        if model is None:
+            replace_modules(self.model, context.device, deterministic=context.deterministic)
 
     def rename_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
         """The tensors, those of the encoders under the names of their parameters. transformers 4
@@ -161,7 +162,7 @@ def _build_model(model_config: ModelConfig, dtype: torch.dtype) -> Any:
     model. Raises ConfigurationError if transformers has none."""
     import transformers
 
-    stored = _clean(model_config.full_config)
+    stored = clean_config(model_config.full_config)
     kind = stored.get("model_type")
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigurationError(
@@ -184,9 +185,10 @@ def _build_model(model_config: ModelConfig, dtype: torch.dtype) -> Any:
     return model
 
 
-def _clean(config: Mapping[str, Any]) -> dict[str, Any]:
+def clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration without the keys that choose code."""
-    return {key: _clean(value) if isinstance(value, Mapping) else value for key, value in config.items() if not _DROPPED.fullmatch(key)}
+    kept = {key: value for key, value in config.items() if not _DROPPED.fullmatch(key)}
+    return {key: clean_config(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def _join(items: Sequence[Arrays]) -> dict[str, torch.Tensor]:

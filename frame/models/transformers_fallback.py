@@ -1,5 +1,5 @@
 """Serves any decoder of the installed transformers over the paged cache: its attention modules call
-our attention backend.
+our attention backend. A decoder with encoders of images is loaded with them.
 
 transformers builds the model and maps the checkpoint's names. Tokens are passed flattened, as one
 sequence of batch size 1. Independent of the architecture; those whose attention does not go through
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,9 @@ from torch import nn
 
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.attention import AttentionSpec
+from frame.core.interfaces.media import MediaRows
 from frame.core.interfaces.model import CausalLM
+from frame.models.transformers_media import WholeModelEncoders, build_config, check_encoders, has_encoders
 from frame.models.transformers_parallel import split_model
 from frame.models.transformers_quantized import build_layers, load_layers, replace_layers
 
@@ -46,8 +48,17 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         self.context = context
         self.architecture = find_architecture(model_config, context.load_code)
         self.attention = PagedAttention(model_config, context)
+        self.has_encoders = has_encoders(model_config)
         # (base model, tail); a tuple, so that torch does not register them a second time
         self.parts: tuple[Any, ...] = ()
+        self.encoders: tuple[WholeModelEncoders, ...] = ()  # one, or none for text alone
+
+    @property
+    def encoder_width(self) -> int:
+        return self.model_config.hidden_size
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+        return self.encoders[0].encode(modality, items)
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the checkpoint's tensors, for dummy weights."""
@@ -56,9 +67,10 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        state = dict(weights)  # transformers reads each tensor when it converts it
+        state = {self._rename(name): tensor for name, tensor in weights}  # transformers reads each tensor when it converts it
         with torch.device("meta"):
-            layers = build_layers(self.context, self._build_with_config(self.architecture))
+            model = self._build_with_config(self.architecture)
+            layers = build_layers(self.context, model, model.base_model.get_decoder() if self.has_encoders else model)
         load_layers(self.context, layers, state)
 
         def load(config: Any) -> Any:
@@ -72,9 +84,29 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         if self.context.tp.size > 1:
             split_model(model, self.context.tp, layers)
         self.model = model.to(self.context.device).eval()
-        self.parts = (model.base_model, _tail(model))
-        self.attention.attach_modules(model)
+        decoder = model.base_model
+        if self.has_encoders:
+            decoder = self._take_decoder(model.base_model)
+        self.parts = (decoder, _tail(model))
+        self.attention.attach_modules(decoder)
         return {name for name, _ in self.named_parameters()}
+
+    def _rename(self, name: str) -> str:
+        """transformers 4 has the language model of an architecture with encoders around its base
+        model; quantized layers are found by the names of transformers 5."""
+        old = "language_model.model."
+        return f"model.language_model.{name.removeprefix(old)}" if self.has_encoders and name.startswith(old) else name
+
+    def _take_decoder(self, base: Any) -> Any:
+        """The language model in a base model, whose encoders are kept if media are served."""
+        decoder = base.get_decoder()
+        if self.context.media is not None:
+            self.encoders = (WholeModelEncoders(self.context, base),)
+            return decoder
+        for name, child in [*base.named_children()]:
+            if child is not decoder:
+                delattr(base, name)
+        return decoder
 
     @torch.no_grad()
     def process_weights_after_loading(self) -> None:
@@ -83,7 +115,7 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.context.device)
         with self.attention.use_batch(None):
             try:
-                self._hidden(ids, torch.arange(2, device=self.context.device)[None])
+                self._hidden({"input_ids": ids}, torch.arange(2, device=self.context.device)[None])
             except RuntimeError as error:
                 if self.context.tp.size == 1:
                     raise
@@ -94,15 +126,19 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         self.attention.check_layers()
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        ids, media = batch.token_ids, batch.get(MediaRows)
+        inputs = {"input_ids": ids[None]}
+        if media is not None:
+            inputs = {"inputs_embeds": media.place(self.parts[0].get_input_embeddings()(ids))[None]}
         with self.attention.use_batch(batch):
-            return self._hidden(batch.token_ids[None], batch.positions[None])
+            return self._hidden(inputs, batch.positions[None])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.parts[1](inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
-    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        out = self.parts[0](input_ids=ids, position_ids=positions, use_cache=False)
+    def _hidden(self, inputs: Mapping[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
+        out = self.parts[0](**inputs, position_ids=positions, use_cache=False)
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -110,11 +146,14 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, attend)
-        stored = {key: value for key, value in self.model_config.config.items() if key not in ("model_type", "quantization_config")}
-        config = self._config_class()(**stored)
-        config._attn_implementation = _INTERFACE  # noqa: SLF001 - documented by transformers
+        if self.has_encoders:
+            config = build_config(self.model_config, _INTERFACE)
+        else:
+            stored = {key: value for key, value in self.model_config.config.items() if key not in ("model_type", "quantization_config")}
+            config = self._config_class()(**stored)
+            config._attn_implementation = _INTERFACE  # noqa: SLF001 - documented by transformers
         config.dtype = self.context.dtype
-        if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS):
+        if unknown := sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _KINDS):
             raise ConfigurationError(
                 f"{self.model_config.architecture} has layers of kind {', '.join(unknown)}, which the fallback does not compute."
             )
@@ -267,11 +306,8 @@ def find_architecture(model_config: ModelConfig, load_code: LoadCode | None = No
         version = transformers.__version__
         remedy = "install a newer one" if reference is None else "its checkpoint brings Python code for it, see --trust-remote-code"
         raise ConfigurationError(f"{name} is neither implemented here nor known to transformers {version}: {remedy}.")
-    if model_config.full_config.get("model_type", kind := model_config.config.get("model_type")) != kind:
-        raise ConfigurationError(
-            f"{name} is a language model with encoders of images or audio, which the fallback does not build, and frame has no plugin "
-            "for it: serve a checkpoint of the language model alone."
-        )
+    if has_encoders(model_config):
+        check_encoders(model_config, code)
     if model_config.kind != "mha":
         raise ConfigurationError(f"{name} uses latent attention, which runs through its own implementation only.")
     kinds = set(model_config.config.get("layer_types") or model_config.config.get("layers_block_type") or ())

@@ -47,14 +47,14 @@ class QuantizedLinear(Linear):
         return out.unflatten(0, x.shape[:-1])
 
 
-def build_layers(context: BuildContext, model: Any) -> dict[str, QuantizedLinear]:
+def build_layers(context: BuildContext, model: Any, within: Any) -> dict[str, QuantizedLinear]:
     """The quantized layers of a model that is on the meta device, by name; none if the format
-    stores plain weights. Raises ConfigurationError for a layer that is stored quantized, but is no
-    plain linear layer."""
+    stores plain weights. within: the part whose layers may be, such as its decoder. Raises
+    ConfigurationError for a layer that is stored quantized, but is no plain linear layer."""
     styles = find_styles(model) if context.tp.size > 1 else {}
-    head, wrappers = model.get_output_embeddings(), {}
+    head, wrappers, parts = model.get_output_embeddings(), {}, set(within.modules())
     for name, module in model.named_modules():
-        if module is head or isinstance(module, nn.Embedding) or not _is_quantized(context, name, module):
+        if module not in parts or module is head or isinstance(module, nn.Embedding) or not _is_quantized(context, name, module):
             continue
         style = styles.get(name, REPLICATED[0])
         if not isinstance(module, nn.Linear) or style not in (*REPLICATED, *COLUMNS[:-1], *ROWS):

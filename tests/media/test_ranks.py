@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from frame.core.errors import ConfigurationError
+from frame.core.interfaces.media import DividesEncoders
 from frame.core.interfaces.platform import HOST
 from frame.entrypoints.processes.join_groups import Groups, Place, join_groups
 from frame.media.encoder import divide_orders, find_width
@@ -53,6 +54,16 @@ def test_two_ranks_of_tensor_parallelism(layout: str, tmp_path: Path) -> None:
     for prompt, output in zip(prompts, expected, strict=True):
         assert output == single.expect(prompt, output)[: len(output)]
     assert on_ranks(2, act) == [expected, expected]
+
+
+def test_a_model_that_cannot_divide_its_encoder(tmp_path: Path) -> None:
+    """It encodes the item whole when its last layers are due."""
+    prompts = make_prompts(tmp_path)
+    expected = run(VisionRig("interleaved", tmp_path), prompts)
+    rig = VisionRig("interleaved", tmp_path)
+    type(rig.runner.model).encode_by_layer = None  # type: ignore[attr-defined] - then it has no such method
+    assert not isinstance(rig.runner.model, DividesEncoders)
+    assert run(rig, prompts) == expected
 
 
 def test_ranks_divide_the_items_of_a_step(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from frame.testing.checkpoints import save_tokenizer, set_weights
+from tests.models.fallback_families import FALLBACK_FAMILIES
 from tests.models.media_family import (
     _CLIP,
     _DELTA,
@@ -357,13 +358,18 @@ FAMILIES["Qwen3OmniMoeThinkerForConditionalGeneration"] = replace(
 )  # fmt: skip
 
 
+def find_family(name: str) -> Family:
+    """One of those with a plugin, or of those of the fallback."""
+    return FAMILIES.get(name) or FALLBACK_FAMILIES[name]
+
+
 def make_media_checkpoint(folder: str | Path, name: str, seed: int = 0, **text: Any) -> Path:
-    """Write a checkpoint of one of `FAMILIES` to `folder`, and return the folder. text: fields of
+    """Write a checkpoint of a family to `folder`, and return the folder. text: fields of
     the language model's configuration."""
     import torch
     import transformers
 
-    folder, family, architecture = Path(folder), FAMILIES[name], name.partition("-")[0]
+    folder, family, architecture = Path(folder), find_family(name), name.partition("-")[0]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = save_tokenizer(folder, 4096, family.special, _write_template(family), family.named)
     ids = tokenizer.convert_tokens_to_ids

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.testing.checkpoints import make_checkpoint
 from tests.models.harness import open_session
-from tests.models.media_checkpoints import make_media_checkpoint
 from tests.models.ranks import on_ranks
 from tests.models.test_logits import check, prompt, wanted
 from tests.models.test_tensor_parallel import PLAN, Both
@@ -196,10 +195,4 @@ def test_missing_and_unexpected_weights(tmp_path: Path) -> None:
     tensors |= {"model.layers.0.mlp.down_proj.weight": kept, "other": torch.zeros(1)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="holds other, which"):
-        open_session(folder, model="transformers")
-
-
-def test_encoders_are_refused(tmp_path: Path) -> None:
-    folder = make_media_checkpoint(tmp_path, "LlavaForConditionalGeneration")
-    with pytest.raises(ConfigurationError, match="LlavaForConditionalGeneration is a language model with encoders of images or audio"):
         open_session(folder, model="transformers")

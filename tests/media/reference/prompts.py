@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.models.media_checkpoints import FAMILIES
+from tests.models.media_checkpoints import find_family
 
 Chat = list[dict[str, Any]]
 
@@ -45,7 +45,7 @@ def continue_chat(prompt: Prompt, response: str, *parts: Any, name: str) -> Prom
 def make_prompts(architecture: str) -> list[Prompt]:
     """The forms that every architecture with images is tried in."""
     first, second, third = make_image(1), make_image(2, 60, 56), make_image(3, 120, 48)
-    written = FAMILIES[architecture].placeholders["image"]
+    written = find_family(architecture).placeholders["image"]
     return [
         make_chat("look at", first, name="one image"),
         make_chat("look at", make_image(9), name="the same text and another image of equal size"),
