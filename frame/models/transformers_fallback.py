@@ -21,7 +21,7 @@ from frame.core.errors import CheckpointError, ConfigurationError
 from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.media import MediaRows
 from frame.core.interfaces.model import CausalLM
-from frame.models.transformers_media import WholeModelEncoders, build_config, check_encoders, has_encoders
+from frame.models.transformers_media import WholeModelEncoders, build_config, check_encoders, find_decoder, has_encoders
 from frame.models.transformers_parallel import split_model
 from frame.models.transformers_quantized import build_layers, load_layers, replace_layers
 
@@ -70,7 +70,7 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         state = {self._rename(name): tensor for name, tensor in weights}  # transformers reads each tensor when it converts it
         with torch.device("meta"):
             model = self._build_with_config(self.architecture)
-            layers = build_layers(self.context, model, model.base_model.get_decoder() if self.has_encoders else model)
+            layers = build_layers(self.context, model, find_decoder(model) if self.has_encoders else model)
         load_layers(self.context, layers, state)
 
         def load(config: Any) -> Any:
@@ -84,9 +84,7 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         if self.context.tp.size > 1:
             split_model(model, self.context.tp, layers)
         self.model = model.to(self.context.device).eval()
-        decoder = model.base_model
-        if self.has_encoders:
-            decoder = self._take_decoder(model.base_model)
+        decoder = self._take_decoder(model) if self.has_encoders else model.base_model
         self.parts = (decoder, _tail(model))
         self.attention.attach_modules(decoder)
         return {name for name, _ in self.named_parameters()}
@@ -97,15 +95,15 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         old = "language_model.model."
         return f"model.language_model.{name.removeprefix(old)}" if self.has_encoders and name.startswith(old) else name
 
-    def _take_decoder(self, base: Any) -> Any:
-        """The language model in a base model, whose encoders are kept if media are served."""
-        decoder = base.get_decoder()
+    def _take_decoder(self, model: Any) -> Any:
+        """The language model in a model, whose encoders are kept if media are served."""
+        decoder = find_decoder(model)
         if self.context.media is not None:
-            self.encoders = (WholeModelEncoders(self.context, base),)
+            self.encoders = (WholeModelEncoders(self.context, model.base_model),)
             return decoder
-        for name, child in [*base.named_children()]:
+        for name, child in [*model.base_model.named_children()]:
             if child is not decoder:
-                delattr(base, name)
+                delattr(model.base_model, name)
         return decoder
 
     @torch.no_grad()
@@ -147,13 +145,16 @@ class TransformersForCausalLM(CausalLM, nn.Module):
 
         ALL_ATTENTION_FUNCTIONS.register(_INTERFACE, attend)
         if self.has_encoders:
-            config = build_config(self.model_config, _INTERFACE)
+            config = build_config(self.model_config, self.architecture, _INTERFACE)
         else:
             stored = {key: value for key, value in self.model_config.config.items() if key not in ("model_type", "quantization_config")}
             config = self._config_class()(**stored)
             config._attn_implementation = _INTERFACE  # noqa: SLF001 - documented by transformers
         config.dtype = self.context.dtype
-        if unknown := sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _KINDS):
+        text = config.get_text_config()
+        if getattr(text, "use_bidirectional_attention", None):  # transformers drops its mask for our interface
+            raise ConfigurationError(f"{self.model_config.architecture} attends in both directions, which the fallback does not compute.")
+        if unknown := sorted(set(getattr(text, "layer_types", None) or ()) - _KINDS):
             raise ConfigurationError(
                 f"{self.model_config.architecture} has layers of kind {', '.join(unknown)}, which the fallback does not compute."
             )

@@ -48,20 +48,30 @@ def check_encoders(model_config: ModelConfig, architecture: Any) -> None:
     result = inspect.signature(get_features).return_annotation
     if getattr(result, "__name__", str(result)).rpartition(".")[2].strip("'> ") != _OUTPUT:
         raise ConfigurationError(f"{sentence} place the further rows that this one computes: {remedy}.")
-    if any("token_type_ids" in argument for argument in inspect.signature(base.forward).parameters) or model_config.has_mrope:
+    finds_kinds = any("token_type_ids" in argument for argument in inspect.signature(base.forward).parameters)
+    if finds_kinds or model_config.has_mrope or hasattr(base, "get_rope_index"):  # some have default sections of M-RoPE
         raise ConfigurationError(f"{sentence} compute attention or positions that depend on where an image is: {remedy}.")
 
 
-def build_config(model_config: ModelConfig, attention: str) -> Any:
+def build_config(model_config: ModelConfig, architecture: Any, attention: str) -> Any:
     """The configuration of the whole model, whose language model alone computes by `attention`."""
     import transformers
 
     full = clean_config(model_config.full_config)
     config = transformers.CONFIG_MAPPING[full["model_type"]].from_dict(full)
     text = config.get_text_config()
-    names = {name: "sdpa" for name in config.sub_configs if getattr(config, name, None) is not text}
+    encoders = "sdpa" if architecture._supports_sdpa else "eager"  # noqa: SLF001
+    names = {name: encoders for name in config.sub_configs if getattr(config, name, None) is not text}
     config._attn_implementation = {"": attention, **dict.fromkeys(config.sub_configs, attention), **names}  # noqa: SLF001
     return config
+
+
+def find_decoder(model: Any) -> Any:
+    """The language model in the base model. Raises ConfigurationError where the architecture has
+    none of its own around it."""
+    if model.base_model is model:
+        raise ConfigurationError(f"{type(model).__name__} has no base model with a decoder, which the fallback needs to place images.")
+    return model.base_model.get_decoder()
 
 
 class WholeModelEncoders(TransformersEncoders):

@@ -51,6 +51,23 @@ FALLBACK_FAMILIES: dict[str, Family] = {
         {"spatial_merge_size": 2},
         {"image_token": "<|image_pad|>", "image_break_token": "<|vision_pad|>", "image_end_token": "<|vision_end|>"},
     ),
+    "GotOcr2ForConditionalGeneration": Family(  # whose tower computes attention eagerly alone
+        "got_ocr2",
+        {"model_type": "qwen2"},
+        {
+            "vision_config": {
+                **_TOWER, "output_channels": 16, "image_size": 64, "patch_size": 16, "mlp_dim": 48, "window_size": 2,
+                "global_attn_indexes": [1],
+            }
+        },
+        {"image_token_index": "<imgpad>"},
+        (*_PLAIN, "<imgpad>", "<img>", "</img>"),
+        _IM,
+        {"image": "<imgpad>"},
+        {"processor_class": "GotOcr2Processor"},
+        {"preprocessor_config.json": _pictures("GotOcr2ImageProcessor", {"height": 64, "width": 64}, CLIP_MEAN, CLIP_STD)},
+        {"image_seq_length": 1},
+    ),
     "VipLlavaForConditionalGeneration": Family(  # whose projector reads several layers
         "vipllava",
         {"model_type": "llama"},

@@ -94,6 +94,13 @@ def test_loads_follow_one_another(checkpoint: Callable[..., Path], monkeypatch: 
     assert PreTrainedModel.tie_weights is tie
 
 
+def test_attention_in_both_directions_is_refused(checkpoint: Callable[..., Path]) -> None:
+    """transformers makes no mask for an attention function that it does not know."""
+    folder = checkpoint("Gemma2ForCausalLM", use_bidirectional_attention=True)
+    with pytest.raises(ConfigurationError, match="Gemma2ForCausalLM attends in both directions"):
+        open_session(folder, model="transformers")
+
+
 @pytest.mark.parametrize("method", ["int8", "int4", "fp8"])
 def test_weights_are_quantized_while_they_are_loaded(method: str, checkpoint: Callable[..., Path]) -> None:
     """As the native layers do."""

@@ -3,6 +3,7 @@ with images are compared in tests/media/reference/test_fallback.py."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,25 @@ def test_texts_have_the_logits_of_transformers(tmp_path: Path) -> None:
     assert names
     assert not any("vision" in name or "projector" in name for name in names)
     tokens = prompt(20, 1)
+    torch.testing.assert_close(session.step([(0, tokens)])[0], wanted(load_media_reference(folder), tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_positions_whose_sections_have_a_default_are_refused(tmp_path: Path) -> None:
+    """config.json need not name them; a class that finds positions by images does."""
+    folder = make_media_checkpoint(tmp_path, "Glm4vForConditionalGeneration")
+    config = json.loads((folder / "config.json").read_text())
+    for section in (config, config["text_config"]):
+        section.get("rope_parameters", {}).pop("mrope_section", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError, match="positions that depend on where an image is"):
+        open_session(folder, model="transformers")
+
+
+def test_an_encoder_without_fused_attention(tmp_path: Path) -> None:
+    """GOT-OCR 2.0's tower has relative positions, which transformers computes eagerly alone."""
+    folder = make_media_checkpoint(tmp_path, "GotOcr2ForConditionalGeneration")
+    tokens = prompt(20, 1)
+    session = open_session(folder, model="transformers")
     torch.testing.assert_close(session.step([(0, tokens)])[0], wanted(load_media_reference(folder), tokens), atol=1e-4, rtol=1e-4)
 
 

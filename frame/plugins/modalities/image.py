@@ -88,6 +88,8 @@ class ImageModality(ProcessorModality):
         height, width = _reduced(size.height, size.width, options)
         blank = np.broadcast_to(np.uint8(0), (3, height, width))
         outputs, expansion = self._process(self._shapes, blank, {"input_data_format": "channels_first", **self._raw})
+        if self._row_token not in expansion:  # its patches are fewer than a merged one has
+            raise MediaError(_NO_SQUARE)
         expansion = self._prefix + expansion
         arrays = as_arrays(outputs)
         grid = arrays.get("image_grid_thw")
@@ -239,7 +241,7 @@ def _without_pixels(images: Any) -> Any:
     from transformers import image_processing_backends as backends
 
     class Shapes(backends.PilBackend):
-        def resize(self, image: np.ndarray, size: Any, **_: Any) -> np.ndarray:
+        def resize(self, image: np.ndarray, size: Any, *_: Any, **__: Any) -> np.ndarray:
             channels, height, width = image.shape
             if size.shortest_edge and size.longest_edge:
                 height, width = backends.get_size_with_aspect_ratio((height, width), size.shortest_edge, size.longest_edge)

@@ -15,6 +15,7 @@ from tests.models.media_checkpoints import make_media_checkpoint
 
 NUM_TOKENS = 32
 CHUNKS = {"chunked_prefill_size": 16, "page_size": 1}
+TEXT_ALONE = ("GotOcr2ForConditionalGeneration",)  # whose processor writes 256 rows for an image, as for one of 1,024 pixels
 FURTHER: dict[str, dict[str, Any]] = {
     "Idefics3ForConditionalGeneration": {"tp": 2, **CHUNKS},
     "LightOnOcrForConditionalGeneration": {"speculative_algorithm": "ngram", "speculative_adaptive": False},
@@ -22,7 +23,7 @@ FURTHER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", FALLBACK_FAMILIES)
+@pytest.mark.parametrize("architecture", [name for name in FALLBACK_FAMILIES if name not in TEXT_ALONE])
 def test_images(architecture: str, tmp_path: Path) -> None:
     """All prompts at once in chunks, and again with what the first pass cached."""
     checkpoint = Checkpoint(make_media_checkpoint(tmp_path, architecture), NUM_TOKENS)

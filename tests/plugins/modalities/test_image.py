@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from frame.checkpoint.model_config import read_model_config
 from frame.core.errors import ConfigurationError
 from frame.core.messages import MediaText
 from frame.interfaces.modality import MediaError, MediaLimits, MediaSize, ModalityContext
@@ -21,6 +22,8 @@ from frame.plugins.modalities.image import ImageModality, normalise
 from frame.plugins.modalities.processor import as_arrays, load_image_processor
 from frame.testing.modality.folders import FAMILIES, write_folder
 from frame.text.message_parts import expand_placeholders
+from tests.models.fallback_families import FALLBACK_FAMILIES
+from tests.models.media_checkpoints import make_media_checkpoint
 
 VISUAL = [name for name, family in FAMILIES.items() if "vision_config" in family.config]
 SIZES = [(300, 200), (200, 300), (33, 47), (640, 30), (30, 640), (900, 900), (28, 28), (1, 1)]
@@ -73,7 +76,18 @@ def compare(modality: ImageModality, data: bytes, image: Image.Image) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VISUAL)
 def test_features_and_tokens_are_the_processors(built: dict[str, ImageModality], name: str) -> None:
-    modality = built[name]
+    check_sizes(built[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FALLBACK_FAMILIES)
+def test_processors_of_models_without_a_plugin(name: str, tmp_path: Path) -> None:
+    folder = make_media_checkpoint(tmp_path, name)
+    check_sizes(ImageModality(ModalityContext(folder, read_model_config(folder))))
+
+
+def check_sizes(modality: ImageModality) -> None:
+    """Header, features and expansion of images of all sizes are the processor's."""
     for number, (width, height) in enumerate(SIZES):
         image = make(width, height, seed=number).convert("RGB")
         data = save(image)
@@ -82,6 +96,7 @@ def test_features_and_tokens_are_the_processors(built: dict[str, ImageModality],
         except MediaError:
             assert max(width, height) > 8 * min(width, height) or max(width, height) == 1
             continue
+        assert modality.row_token in layout.expansion
         compare(modality, data, image)
         _, texts = modality._processor._process_images([image], **{**modality._arguments, "do_convert_rgb": True})
         assert layout.expansion == modality._prefix + texts[0]
