@@ -124,7 +124,7 @@ _MODALITIES = {
     "gemma4": (_IMAGE,),
     "glm4_moe": (_IMAGE, _VIDEO),
     "glm4v": (_IMAGE, _VIDEO),
-    "internvl": (_IMAGE,),
+    "internvl": (_IMAGE, _VIDEO),
     "kimi_k25": (_IMAGE,),
     "llama": (_IMAGE, _AUDIO),
     "llama4": (_IMAGE,),

@@ -116,7 +116,7 @@ class TransformersEncoders(nn.Module):
     def encode(self, modality: str, items: Sequence[Arrays]) -> list[torch.Tensor]:
         """As `HasEncoders.encode`. In the batch-invariant mode each item alone, since products of
         more rows have other bits."""
-        if (self.is_deterministic or self.family in _ALONE) and len(items) > 1:
+        if (self.is_deterministic or modality in _ALONE.get(self.family, ())) and len(items) > 1:
             return [rows for item in items for rows in self.encode(modality, [item])]
         compute, names = _FAMILIES.get(self.family) or (_call_model, _list_inputs(self.model, modality))
         # processors write other arrays for the text
@@ -270,6 +270,12 @@ def _encode_gemma4(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequ
     return rows.split(counts.tolist()), ()
 
 
+def _encode_internvl(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
+    """The frames of a video are images."""
+    pixels = arrays["pixel_values"] if modality == "image" else arrays["pixel_values_videos"].flatten(0, 1)
+    return model.get_image_features(pixels, return_dict=True).pooler_output, ()
+
+
 def _encode_llama4(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
     """The projector is outside of transformers' method."""
     output = model.get_image_features(arrays["pixel_values"], return_dict=True)
@@ -282,11 +288,18 @@ _PICTURES, _FILMS, _SOUNDS = (
     ("pixel_values_videos", "video_grid_thw"),
     ("input_features", "feature_attention_mask"),
 )
-_ALONE = ("deepseek_ocr2", "minicpmv4_6")  # families whose arrays of several items do not lie along the first axis, or that may lack some
+# by family, modalities whose arrays of several items do not lie along one axis, or may be absent
+_ALONE: Mapping[str, tuple[str, ...]] = {
+    "deepseek_ocr2": ("image",),
+    "internvl": ("video",),
+    "llava_onevision": ("video",),
+    "minicpmv4_6": ("image",),
+}
 _UNREAD: Mapping[str, tuple[str, ...]] = {"gemma4": ("audio_config",)}  # by model_type: encoders that are not built
 # by model_type, with the names of the arrays; the others by transformers' methods
 _FAMILIES: Mapping[str, tuple[Callable[[Any, str, Arrays], tuple[Any, Sequence[Any]]], Collection[str]]] = {
     "gemma4": (_encode_gemma4, ("pixel_values", "image_position_ids")),
+    "internvl": (_encode_internvl, ("pixel_values", "pixel_values_videos")),
     "llama4": (_encode_llama4, ("pixel_values",)),
     "minicpmv4_6": (_encode_minicpmv, ("pixel_values", "target_sizes")),
     "qwen2_audio": (_encode_qwen2_audio, _SOUNDS),

@@ -45,7 +45,8 @@ def make_items(folder: Path, modality: str) -> list[Item]:
         grids = [torch.tensor([grid]) for grid in _GRIDS[modality]]
         return [{"pixel_values": torch.randn(int(grid.prod()), 3, 14, 14, generator=draw), "image_grid_thw": grid} for grid in grids]
     if modality == "video":
-        return [{"pixel_values_videos": torch.randn(1, frames, 3, 56, 56, generator=draw)} for frames in (2, 2)]
+        frames = (2, 3) if family == "internvl" else (2, 2)
+        return [{"pixel_values_videos": torch.randn(1, count, 3, 56, 56, generator=draw)} for count in frames]
     if family == "minicpmv4_6":
         slices = (((4, 8),), ((4, 4), (8, 4), (8, 4)))
         return [
@@ -105,7 +106,7 @@ class Prompt:
 def make_prompt(folder: Path, modality: str, counts: Sequence[int], frames: Sequence[int]) -> Prompt:
     """Texts and items by turns. counts: rows of each item; frames: of each, of a video."""
     config: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
-    written = "image" if config["model_type"].startswith("glm") else modality  # GLM writes frames as images
+    written = "image" if config["model_type"].startswith(("glm", "internvl")) else modality  # these write frames as images
     names = (f"{written}_token_id", f"{written}_token_index")
     placeholder = next(config[name] for name in names if name in config)
     start = config.get("audio_start_token_id" if modality == "audio" else "vision_start_token_id")

@@ -1,5 +1,5 @@
-"""`VideoModality`: videos for the models of Qwen-VL (arXiv 2409.12191, arXiv 2502.13923) and GLM-V
-(arXiv 2507.01006).
+"""`VideoModality`: videos for the models of Qwen-VL (arXiv 2409.12191, arXiv 2502.13923), GLM-V
+(arXiv 2507.01006), InternVL (arXiv 2504.10479) and LLaVA-OneVision (arXiv 2408.03326).
 
 The video processors of transformers exist for torchvision alone; here are their rules: which frames
 are sampled, and how large they become. Must not know a container.
@@ -41,11 +41,14 @@ _SAMPLED = ("qwen2_vl", "qwen2_5_vl", _OMNI)  # frames at equal steps; others: f
 _EVEN = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _GLM = ("glm4v", "glm4v_moe")  # frames at equal times, of which each has a text; their tokens are those of images
 _GLM46 = "glm46v"  # as these, at a rate by the length of the video
-_KINDS = (*_SAMPLED, *_EVEN, *_GLM, _GLM46)
+_INTERNVL = "internvl"  # frames from the middles of equal intervals, of which each has a text; their tokens are those of images
+_STILLS = (_INTERNVL, "llava_onevision")  # frames are pictures of one size; of the second from the starts of intervals
+_KINDS = (*_SAMPLED, *_EVEN, *_GLM, _GLM46, *_STILLS)
 _GLM_PROCESSORS = {"Glm4vVideoProcessor": "glm4v", "Glm46VVideoProcessor": _GLM46}  # checkpoints of one model type have either
 _GLM46_RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))  # longest video in seconds, temporal patches a second
 _GLM46_FRAMES = 640
 _GLM_PIXELS = (112 * 112, 28 * 28 * 2 * 30_000)
+_STILL_FRAMES, _STILL_SIDE = 32, 384  # where the checkpoint's files do not say; vLLM's number, and the processors' size in pixels
 _OMNI_SIZE = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}  # `Qwen3OmniMoeProcessor.videos_kwargs`
 _OMNI_POSITIONS = 25  # a second, where config.json does not say; the default of transformers
 
@@ -67,21 +70,16 @@ class VideoModality(ProcessorModality):
             self._kind = _GLM_PROCESSORS.get(named, self._kind)
         elif self._kind == _OMNI:  # whose processor class sets the size, whatever the file says
             stored = {**stored, "min_pixels": None, "max_pixels": None, "size": _OMNI_SIZE}
-        known = {*self._part_options, "min_pixels", "max_pixels"} | (set() if self._is_glm else {"min_frames"})
+        known = {*self._part_options} | (set() if self._is_still else {"min_pixels", "max_pixels"})
+        known |= set() if self._is_still or self._is_glm else {"min_frames"}
         check_names(context.processor_options, known, "video processor")
         images = load_image_processor(context.folder)
         settings = {**stored, **context.processor_options}
-        self._patch = int(settings.get("patch_size", images.patch_size))
-        self._merge = int(settings.get("merge_size", images.merge_size))
-        self._frames = int(settings.get("temporal_patch_size", images.temporal_patch_size))
-        factor = self._patch * self._merge
-        size = settings.get("size") or {}
-        bounds = _GLM_PIXELS if self._is_glm else (128 * factor**2, 768 * factor**2)
-        self._min_pixels = int(settings.get("min_pixels") or size.get("shortest_edge") or bounds[0])
-        self._max_pixels = int(settings.get("max_pixels") or size.get("longest_edge") or bounds[1])
+        self._read_size(settings, images)
         # frames a second, and for GLM the longest video that has them
-        self._pace = float(settings.get("fps") or 2), float(settings.get("max_duration") or 300)
-        self._min_frames, self._max_frames = int(settings.get("min_frames") or 4), int(settings.get("max_frames") or 768)
+        self._pace = float(settings.get("fps") or (0 if self._is_still else 2)), float(settings.get("max_duration") or 300)
+        frames = settings.get("max_frames") or (settings.get("num_frames") or _STILL_FRAMES if self._is_still else 768)
+        self._min_frames, self._max_frames = int(settings.get("min_frames") or 4), int(frames)
         self._max_frames = min(self._max_frames, context.limits.max_frames)
         if self._max_frames < self._min_max_frames:
             raise ConfigurationError(f"media.processor_options: max_frames of video must be at least {self._min_max_frames}.")
@@ -89,12 +87,53 @@ class VideoModality(ProcessorModality):
         tokenizer = load_tokenizer(context.folder)
         sizes = SimpleNamespace(merge_size=self._merge, temporal_patch_size=self._frames, patch_size=self._patch)
         self._processor = build_processor(context.folder, context.model_config, tokenizer, image_processor=images, video_processor=sizes)
+        if self._is_still:
+            self._check_still_size()
         self._placeholder = self._processor.video_token
-        self._row_token = find_row_token(context.model_config, tokenizer, "image" if self._is_glm else "video", self._placeholder)
+        rows = "image" if self._is_glm or self._kind == _INTERNVL else "video"
+        self._row_token = find_row_token(context.model_config, tokenizer, rows, self._placeholder)
         self._has_grids = context.model_config.has_mrope
         vision = full.get("vision_config") or {}  # that of Qwen3-Omni has the key too, which nothing reads
         per_second = full.get("position_id_per_seconds", _OMNI_POSITIONS) if self._kind == _OMNI else vision.get("tokens_per_second")
         self._per_second = float(per_second or 0)
+
+    def _read_size(self, settings: Mapping[str, Any], images: Any) -> None:
+        """The sides of patches, and the bounds of a frame or its size, in pixels."""
+        size = settings.get("size") or {}
+        if self._is_still:
+            side = (self.context.model_config.full_config.get("vision_config") or {}).get("patch_size") or 14
+            self._patch, self._merge, self._frames = side if isinstance(side, int) else int(side[0]), 1, 1
+            self._still_size = int(size.get("height") or _STILL_SIDE), int(size.get("width") or _STILL_SIDE)
+            shift = settings.get("initial_shift", True) if self._kind == _INTERNVL else False
+            self._shift = 0.5 if shift is True else None, float(shift)  # of a step, or of frames
+            return
+        self._patch = int(settings.get("patch_size", images.patch_size))
+        self._merge = int(settings.get("merge_size", images.merge_size))
+        self._frames = int(settings.get("temporal_patch_size", images.temporal_patch_size))
+        factor = self._patch * self._merge
+        bounds = _GLM_PIXELS if self._is_glm else (128 * factor**2, 768 * factor**2)
+        self._min_pixels = int(settings.get("min_pixels") or size.get("shortest_edge") or bounds[0])
+        self._max_pixels = int(settings.get("max_pixels") or size.get("longest_edge") or bounds[1])
+
+    def _check_still_size(self) -> None:
+        """Raises ConfigurationError unless a frame has as many patches as the processor writes
+        tokens for."""
+        height, width = self._still_size
+        patches = (height // self._patch) * (width // self._patch)
+        if self._kind == _INTERNVL:  # which merges patches
+            ratio = float(self.context.model_config.full_config.get("downsample_ratio") or 0.5)
+            written = self._processor.image_seq_length / ratio**2
+        else:
+            written = self._processor.num_image_tokens
+        if patches != written:
+            raise ConfigurationError(
+                f"frames of {width} x {height} pixels have {patches} patches, and the video processor writes tokens for {written:g}; "
+                f"correct `size` in {_FILES[0]}, or leave video out of media.modalities."
+            )
+
+    @property
+    def _is_still(self) -> bool:
+        return self._kind in _STILLS
 
     @property
     def _is_glm(self) -> bool:
@@ -118,7 +157,8 @@ class VideoModality(ProcessorModality):
         grid = (-(-len(indices) // self._frames), height // self._patch, width // self._patch)
         fps = size.frames / size.seconds
         metadata = SimpleNamespace(fps=fps, frames_indices=indices, total_num_frames=size.frames, timestamps=(indices / fps).tolist())
-        inputs = {"video_grid_thw": np.array([grid]), "video_metadata": [metadata]}
+        pixels = [SimpleNamespace(shape=(len(indices), 3, height, width))]  # what the processors of stills count
+        inputs = {"video_grid_thw": np.array([grid]), "video_metadata": [metadata], _PIXELS: pixels}
         expansion: str = self._processor.replace_video_token(inputs, 0, load_audio_from_video=False)
         rows, columns = grid[1] // self._merge, grid[2] // self._merge
         runs = len(re.findall(f"(?:{re.escape(self._row_token)})+", expansion))
@@ -141,6 +181,8 @@ class VideoModality(ProcessorModality):
         frames += frames[-1:] * (-len(frames) % self._frames)
         video = np.stack(frames)  # [frames, height, width, channels]
         grid = (len(video) // self._frames, height // self._patch, width // self._patch)
+        if self._is_still:
+            return {_PIXELS: np.ascontiguousarray(video.transpose(0, 3, 1, 2)), **self._scaling}
         return {_PIXELS: self._cut(video, grid), "video_grid_thw": np.array([grid], np.int64), **self._scaling}
 
     def sample(self, size: MediaSize, options: Mapping[str, Any]) -> np.ndarray:
@@ -156,6 +198,11 @@ class VideoModality(ProcessorModality):
             if len(chosen) > maximum:
                 chosen = chosen[np.linspace(0, len(chosen) - 1, maximum).astype(np.int64)]
             return np.append(chosen, chosen[-1:]) if len(chosen) % 2 else chosen
+        if self._is_still:
+            count = min(maximum, size.frames, max(int(size.seconds * fps), 1) if fps else maximum)
+            step, (share, shift) = size.frames / count, self._shift
+            chosen = (np.arange(count) * step + (shift if share is None else share * step)).astype(np.int64)
+            return np.minimum(chosen, size.frames - 1)
         total, minimum = size.frames, min(self._min_frames, maximum)
         target = size.seconds * fps
         if self._kind in _SAMPLED:
@@ -172,6 +219,8 @@ class VideoModality(ProcessorModality):
         height, width, factor = size.height, size.width, self._patch * self._merge
         if max(height, width) > MAX_RATIO * min(height, width):
             raise MediaError("the video is too narrow or too flat for the model; send one nearer to a square")
+        if self._is_still:
+            return self._still_size
         frames = rounded = 1  # the bounds are those of a frame, or else of all frames
         if self._kind not in _SAMPLED:
             frames, rounded = count, max(1, round(count / self._frames)) * self._frames

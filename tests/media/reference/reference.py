@@ -128,6 +128,8 @@ class Reference:
         for _, group in itertools.groupby(sorted(others, key=attrgetter("modality")), attrgetter("modality")):  # which keeps their order
             arrays = [self._read_arrays(map_features(item)) for item in group]
             inputs |= {name: _concatenate([each[name] for each in arrays]) for name in arrays[0] if name != "aspect_ratios"}
+        if self.family == "internvl" and "pixel_values_videos" in inputs:  # its frames are images
+            inputs["pixel_values"] = inputs.pop("pixel_values_videos")
         if self.family == "qwen2_5_vl" and others:
             speed = self._config["vision_config"]["tokens_per_second"]
             inputs["second_per_grid_ts"] = torch.tensor([item.runs[0].frame_step / speed for item in others])
@@ -160,7 +162,7 @@ class Reference:
             if array.dim() == 5:
                 frames = self._config["vision_config"]["temporal_patch_size"]
                 array = array.expand(-1, -1, max(frames, array.shape[2]), -1, -1).flatten(1)
-            elif name == "pixel_values_videos":
+            elif name == "pixel_values_videos" and self.family != "internvl":
                 array = array[None]
             arrays[name] = array
         return arrays

@@ -23,6 +23,7 @@ from frame.plugins.modalities.video import VideoModality
 from frame.testing.modality.folders import write_folder
 
 av = pytest.importorskip("av")
+_ROWS = "<IMG_CONTEXT>" * 4
 FORMATS = [
     ("mp4", "libx264"),
     ("mp4", "libx265"),
@@ -54,7 +55,7 @@ def make(count: int = 30, fps: int = 10, width: int = 128, height: int = 96, kin
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VideoModality]:
     folder = tmp_path_factory.mktemp("families")
-    names = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "qwen3_omni")
+    names = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "qwen3_omni", "internvl", "llava_onevision")
     made = {name: VideoModality(ModalityContext(folder / name, write_folder(folder / name, name))) for name in names}
     context = made["glm4v"].context
     full = {**context.model_config.full_config, "model_type": "glm46v"}
@@ -69,6 +70,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VideoModality]:
 def levels(arrays: dict[str, np.ndarray]) -> list[float]:
     """The grey level of each frame that the model gets."""
     pixels = arrays["pixel_values_videos"]
+    if "video_grid_thw" not in arrays:
+        return [float(frame.mean()) for frame in pixels]
     frames = pixels.reshape(arrays["video_grid_thw"][0][0], -1, *pixels.shape[1:])
     return [float(frames[at, :, :, each].mean()) for at in range(len(frames)) for each in range(frames.shape[3])]
 
@@ -90,6 +93,8 @@ def test_frames_come_in_order(built: dict[str, VideoModality], kind: str, codec:
         arrays = modality.compute_features(data, size, {})
         expected = 8.0 * modality.sample(size, {})
         assert np.abs(np.array(levels(arrays)) - expected).max() < 4
+        if "video_grid_thw" not in arrays:  # see test_frames_that_are_pictures_of_one_size
+            continue
         layout = modality.lay_out(size, {})
         assert layout.patches == len(arrays["pixel_values_videos"]) == arrays["video_grid_thw"].prod()
         assert layout.expansion.count(modality.row_token) * 4 == layout.patches == sum(np.prod(grid) for grid in layout.grids) * 4
@@ -179,7 +184,13 @@ def test_settings_in_one_file_of_all_parts_come_first(built: dict[str, VideoModa
 
 
 def test_options_of_the_server_that_nothing_reads(built: dict[str, VideoModality]) -> None:
-    for kind, name, value in (("glm4v", "min_frames", 8), ("glm46v", "fps", 1), ("glm4v", "max_frames", 1), ("qwen3_omni", "size", {})):
+    for kind, name, value in (
+        ("glm4v", "min_frames", 8),
+        ("glm46v", "fps", 1),
+        ("glm4v", "max_frames", 1),
+        ("qwen3_omni", "size", {}),
+        ("internvl", "min_pixels", 1),
+    ):
         with pytest.raises(ConfigurationError, match=name):
             VideoModality(replace(built[kind].context, processor_options={name: value}))
 
@@ -208,6 +219,53 @@ def test_texts_of_glm(built: dict[str, VideoModality]) -> None:
     run = "<|begin_of_image|>" + "<|image|>" * int(np.prod(layout.grids[0])) + "<|end_of_image|>"
     assert layout.expansion == "".join(f"{run}{second}" for second in range(3))
     assert (built["glm4v"].placeholder, built["glm4v"].row_token) == ("<|video|>", "<|image|>")
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "expansion", "row"),
+    [
+        (
+            "internvl",
+            [2, 7, 12, 17, 22, 27],
+            "\n".join(f"Frame{n}: <img>{'<IMG_CONTEXT>' * 4}</img>" for n in range(1, 7)),
+            "<IMG_CONTEXT>",
+        ),
+        ("llava_onevision", [0, 5, 10, 15, 20, 25], "<video>" * (6 * 4 + 1), "<video>"),  # pooled, and a row at the end
+    ],
+)
+def test_frames_that_are_pictures_of_one_size(
+    built: dict[str, VideoModality], name: str, chosen: list[int], expansion: str, row: str
+) -> None:
+    modality, data = built[name], make(30)
+    size = modality.read_size(data)
+    assert [len(modality.sample(size, options)) for options in ({}, {"fps": 2}, {"fps": 1, "max_frames": 2}, {"fps": 0.01})] == [
+        30,
+        6,
+        2,
+        1,
+    ]
+    assert modality.sample(size, {"max_frames": 6}).tolist() == chosen
+    layout = modality.lay_out(size, {"max_frames": 6})
+    assert (layout.expansion, layout.grids, layout.patches) == (expansion, (), 6 * 16)
+    assert (modality.placeholder, modality.row_token) == ("<video>", row)
+    arrays = modality.compute_features(data, size, {"max_frames": 6})
+    pixels = arrays["pixel_values_videos"]
+    assert (pixels.shape, pixels.dtype) == ((6, 3, 56, 56), np.uint8)
+    assert np.abs(pixels.mean((1, 2, 3)) - 8 * np.array(chosen)).max() < 3
+    assert np.allclose(normalise(arrays, "pixel_values_videos"), pixels / 127.5 - 1, atol=1e-6)
+    for options in ({"fps": 0}, {"max_frames": 33}, {"size": 3}):
+        with pytest.raises(MediaError):
+            modality.lay_out(size, options)
+    more = VideoModality(replace(modality.context, processor_options={"max_frames": 3, "fps": 2}))
+    assert len(more.sample(size, {})) == 3
+
+
+def test_frames_whose_size_does_not_fit_the_tokens(built: dict[str, VideoModality], tmp_path: Path) -> None:
+    for file in built["internvl"].context.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"size": {"height": 70, "width": 70}}))
+    with pytest.raises(ConfigurationError, match="frames of 70 x 70 pixels have 25 patches, and the video processor writes tokens for 16"):
+        VideoModality(replace(built["internvl"].context, folder=tmp_path))
 
 
 def test_options(built: dict[str, VideoModality]) -> None:
