@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,15 @@ _GLM_PIXELS = (112 * 112, 28 * 28 * 2 * 30_000)
 _STILL_FRAMES, _STILL_SIDE = 32, 384  # where the checkpoint's files do not say; vLLM's number, and the processors' size in pixels
 _OMNI_SIZE = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}  # `Qwen3OmniMoeProcessor.videos_kwargs`
 _OMNI_POSITIONS = 25  # a second, where config.json does not say; the default of transformers
+
+
+@dataclass(frozen=True, slots=True)
+class _Stills:
+    """Frames that are pictures of one size."""
+
+    height: int  # pixels
+    width: int
+    shift: float | None  # frames before the first one that is read; None: half of the step between two
 
 
 class VideoModality(ProcessorModality):
@@ -103,22 +113,24 @@ class VideoModality(ProcessorModality):
         if self._is_still:
             side = (self.context.model_config.full_config.get("vision_config") or {}).get("patch_size") or 14
             self._patch, self._merge, self._frames = side if isinstance(side, int) else int(side[0]), 1, 1
-            self._still_size = int(size.get("height") or _STILL_SIDE), int(size.get("width") or _STILL_SIDE)
             shift = settings.get("initial_shift", True) if self._kind == _INTERNVL else False
-            self._shift = 0.5 if shift is True else None, float(shift)  # of a step, or of frames
+            self._stills = _Stills(
+                int(size.get("height") or _STILL_SIDE), int(size.get("width") or _STILL_SIDE), None if shift is True else float(shift)
+            )
             return
         self._patch = int(settings.get("patch_size", images.patch_size))
         self._merge = int(settings.get("merge_size", images.merge_size))
         self._frames = int(settings.get("temporal_patch_size", images.temporal_patch_size))
         factor = self._patch * self._merge
         bounds = _GLM_PIXELS if self._is_glm else (128 * factor**2, 768 * factor**2)
-        self._min_pixels = int(settings.get("min_pixels") or size.get("shortest_edge") or bounds[0])
-        self._max_pixels = int(settings.get("max_pixels") or size.get("longest_edge") or bounds[1])
+        names = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
+        pixels = [settings.get(name) or size.get(edge) or bound for (name, edge), bound in zip(names, bounds, strict=True)]
+        self._bounds = int(pixels[0]), int(pixels[1])
 
     def _check_still_size(self) -> None:
         """Raises ConfigurationError unless a frame has as many patches as the processor writes
         tokens for."""
-        height, width = self._still_size
+        height, width = self._stills.height, self._stills.width
         patches = (height // self._patch) * (width // self._patch)
         if self._kind == _INTERNVL:  # which merges patches
             ratio = float(self.context.model_config.full_config.get("downsample_ratio") or 0.5)
@@ -200,8 +212,8 @@ class VideoModality(ProcessorModality):
             return np.append(chosen, chosen[-1:]) if len(chosen) % 2 else chosen
         if self._is_still:
             count = min(maximum, size.frames, max(int(size.seconds * fps), 1) if fps else maximum)
-            step, (share, shift) = size.frames / count, self._shift
-            chosen = (np.arange(count) * step + (shift if share is None else share * step)).astype(np.int64)
+            step, shift = size.frames / count, self._stills.shift
+            chosen = (np.arange(count) * step + (step / 2 if shift is None else shift)).astype(np.int64)
             return np.minimum(chosen, size.frames - 1)
         total, minimum = size.frames, min(self._min_frames, maximum)
         target = size.seconds * fps
@@ -220,7 +232,7 @@ class VideoModality(ProcessorModality):
         if max(height, width) > MAX_RATIO * min(height, width):
             raise MediaError("the video is too narrow or too flat for the model; send one nearer to a square")
         if self._is_still:
-            return self._still_size
+            return self._stills.height, self._stills.width
         frames = rounded = 1  # the bounds are those of a frame, or else of all frames
         if self._kind not in _SAMPLED:
             frames, rounded = count, max(1, round(count / self._frames)) * self._frames
@@ -228,11 +240,11 @@ class VideoModality(ProcessorModality):
                 scale = max(factor / height, factor / width)
                 height, width = int(height * scale), int(width * scale)
         rows, columns = round(height / factor) * factor, round(width / factor) * factor
-        if rounded * rows * columns > self._max_pixels:
-            ratio = math.sqrt(frames * height * width / self._max_pixels)
+        if rounded * rows * columns > self._bounds[1]:
+            ratio = math.sqrt(frames * height * width / self._bounds[1])
             return tuple(max(factor, math.floor(each / ratio / factor) * factor) for each in (height, width))  # type: ignore[return-value]
-        if rounded * rows * columns < self._min_pixels:
-            ratio = math.sqrt(self._min_pixels / (frames * height * width))
+        if rounded * rows * columns < self._bounds[0]:
+            ratio = math.sqrt(self._bounds[0] / (frames * height * width))
             return tuple(math.ceil(each * ratio / factor) * factor for each in (height, width))  # type: ignore[return-value]
         return rows, columns
 
