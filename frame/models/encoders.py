@@ -152,7 +152,7 @@ class TransformersEncoders(nn.Module):
             if array.dim() == 5:  # patches
                 frames = self.model.config.vision_config.temporal_patch_size
                 array = array.expand(-1, -1, max(frames, array.shape[2]), -1, -1).flatten(1)
-            elif name == "pixel_values_videos":
+            elif name == "pixel_values_videos" and array.dim() == 4:
                 array = array[None]
         return array.to(self.dtype) if array.is_floating_point() else array
 
@@ -261,10 +261,12 @@ def _encode_minicpmv(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Se
 
 
 def _encode_gemma4(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
-    """The rows of all images follow each other: one for each square of patches that is no
-    padding."""
-    positions = arrays["image_position_ids"]
-    output = model.get_image_features(arrays["pixel_values"], positions, return_dict=True).pooler_output
+    """The rows of all images, or of frames, follow each other: one for each square of patches that
+    is no padding."""
+    is_video = modality == "video"
+    positions = arrays["video_position_ids" if is_video else "image_position_ids"]
+    pixels = arrays["pixel_values_videos" if is_video else "pixel_values"]
+    output = model.get_image_features(pixels, positions, return_dict=True).pooler_output
     rows = output if isinstance(output, torch.Tensor) else torch.cat(tuple(output))
     counts = positions.ne(-1).all(-1).sum(-1) // model.config.vision_config.pooling_kernel_size**2
     return rows.split(counts.tolist()), ()
@@ -298,7 +300,7 @@ _ALONE: Mapping[str, tuple[str, ...]] = {
 _UNREAD: Mapping[str, tuple[str, ...]] = {"gemma4": ("audio_config",)}  # by model_type: encoders that are not built
 # by model_type, with the names of the arrays; the others by transformers' methods
 _FAMILIES: Mapping[str, tuple[Callable[[Any, str, Arrays], tuple[Any, Sequence[Any]]], Collection[str]]] = {
-    "gemma4": (_encode_gemma4, ("pixel_values", "image_position_ids")),
+    "gemma4": (_encode_gemma4, ("pixel_values", "image_position_ids", "pixel_values_videos", "video_position_ids")),
     "internvl": (_encode_internvl, ("pixel_values", "pixel_values_videos")),
     "llama4": (_encode_llama4, ("pixel_values",)),
     "minicpmv4_6": (_encode_minicpmv, ("pixel_values", "target_sizes")),

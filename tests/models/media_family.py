@@ -147,10 +147,10 @@ def _gemma4(text: Mapping[str, Any]) -> Family:
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"], **text,
         },
         {"vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 256}},
-        {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
+        {"image_token_id": "<|image|>", "video_token_id": "<|video|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
         ("<bos>", "<eos>", "<pad>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|video|>"),
         ("<|turn>", "\n", "<turn|>\n"),
-        {"image": "<|image|>"},
+        {"image": "<|image|>", "video": "<|video|>"},
         {"processor_class": "Gemma4Processor"},
         {
             "preprocessor_config.json": {

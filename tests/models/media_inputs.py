@@ -44,7 +44,7 @@ def make_items(folder: Path, modality: str) -> list[Item]:
     if family == "kimi_k25":
         grids = [torch.tensor([grid]) for grid in _GRIDS[modality]]
         return [{"pixel_values": torch.randn(int(grid.prod()), 3, 14, 14, generator=draw), "image_grid_thw": grid} for grid in grids]
-    if modality == "video":
+    if modality == "video" and family != "gemma4":
         frames = (2, 3) if family == "internvl" else (2, 2)
         return [{"pixel_values_videos": torch.randn(1, count, 3, 56, 56, generator=draw)} for count in frames]
     if family == "minicpmv4_6":
@@ -70,6 +70,9 @@ def make_items(folder: Path, modality: str) -> list[Item]:
             positions = torch.cat([grid, torch.full((padding, 2), -1)])[None]
             pixels = torch.rand(len(grid), 3 * side**2, generator=draw)
             items.append({"pixel_values": F.pad(pixels, (0, 0, 0, padding))[None], "image_position_ids": positions})
+        if modality == "video":  # of two and three equal frames
+            names = {"pixel_values_videos": "pixel_values", "video_position_ids": "image_position_ids"}
+            return [{new: item[old].repeat(2 + n, 1, 1) for new, old in names.items()} for n, item in enumerate(items)]
         return items
     counts = (1, 3) if family in ("internvl", "llama4") else (1, 1)
     return [{"pixel_values": torch.randn(count, 3, 56, 56, generator=draw)} for count in counts]

@@ -58,6 +58,8 @@ def run_reference(folder: Path, modality: str, items: list[Item], prompt: Prompt
     joined = {"pixel_values": torch.cat([item["pixel_values_videos"][0] for item in items])} if is_still else join_items(items)
     arguments: dict[str, Any] = {**joined, "input_ids": torch.tensor([prompt.token_ids])}
     arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
+    if "video_position_ids" in joined:
+        arguments["num_frames_per_video"] = torch.tensor([len(item["pixel_values_videos"]) for item in items])
     has_rope = hasattr(getattr(model, "model", None), "get_rope_index")
     if type(model).__name__.startswith("Qwen3Omni"):
         if modality == "video":

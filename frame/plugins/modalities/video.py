@@ -1,5 +1,5 @@
 """`VideoModality`: videos for the models of Qwen-VL (arXiv 2409.12191, arXiv 2502.13923), GLM-V
-(arXiv 2507.01006), InternVL (arXiv 2504.10479) and LLaVA-OneVision (arXiv 2408.03326).
+(arXiv 2507.01006), InternVL (arXiv 2504.10479), LLaVA-OneVision (arXiv 2408.03326) and Gemma 4.
 
 The video processors of transformers exist for torchvision alone; here are their rules: which frames
 are sampled, and how large they become. Must not know a container.
@@ -44,12 +44,14 @@ _GLM = ("glm4v", "glm4v_moe")  # frames at equal times, of which each has a text
 _GLM46 = "glm46v"  # as these, at a rate by the length of the video
 _INTERNVL = "internvl"  # frames from the middles of equal intervals, of which each has a text; their tokens are those of images
 _STILLS = (_INTERNVL, "llava_onevision")  # frames are pictures of one size; of the second from the starts of intervals
-_KINDS = (*_SAMPLED, *_EVEN, *_GLM, _GLM46, *_STILLS)
+_GEMMA = "gemma4"  # as these, but a frame keeps its ratio, and is padded to the patches of the largest one; each has its time
+_KINDS = (*_SAMPLED, *_EVEN, *_GLM, _GLM46, *_STILLS, _GEMMA)
 _GLM_PROCESSORS = {"Glm4vVideoProcessor": "glm4v", "Glm46VVideoProcessor": _GLM46}  # checkpoints of one model type have either
 _GLM46_RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))  # longest video in seconds, temporal patches a second
 _GLM46_FRAMES = 640
 _GLM_PIXELS = (112 * 112, 28 * 28 * 2 * 30_000)
 _STILL_FRAMES, _STILL_SIDE = 32, 384  # where the checkpoint's files do not say; vLLM's number, and the processors' size in pixels
+_GEMMA_ROWS = 70  # of a frame at most
 _OMNI_SIZE = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}  # `Qwen3OmniMoeProcessor.videos_kwargs`
 _OMNI_POSITIONS = 25  # a second, where config.json does not say; the default of transformers
 
@@ -80,20 +82,23 @@ class VideoModality(ProcessorModality):
             self._kind = _GLM_PROCESSORS.get(named, self._kind)
         elif self._kind == _OMNI:  # whose processor class sets the size, whatever the file says
             stored = {**stored, "min_pixels": None, "max_pixels": None, "size": _OMNI_SIZE}
-        known = {*self._part_options} | (set() if self._is_still else {"min_pixels", "max_pixels"})
-        known |= set() if self._is_still or self._is_glm else {"min_frames"}
+        is_fixed = self._is_still or self._kind == _GEMMA
+        known = {*self._part_options} | (set() if is_fixed else {"min_pixels", "max_pixels"})
+        known |= set() if is_fixed or self._is_glm else {"min_frames"}
         check_names(context.processor_options, known, "video processor")
         images = load_image_processor(context.folder)
         settings = {**stored, **context.processor_options}
         self._read_size(settings, images)
         # frames a second, and for GLM the longest video that has them
-        self._pace = float(settings.get("fps") or (0 if self._is_still else 2)), float(settings.get("max_duration") or 300)
-        frames = settings.get("max_frames") or (settings.get("num_frames") or _STILL_FRAMES if self._is_still else 768)
+        self._pace = float(settings.get("fps") or (0 if is_fixed else 2)), float(settings.get("max_duration") or 300)
+        frames = settings.get("max_frames") or (settings.get("num_frames") or _STILL_FRAMES if is_fixed else 768)
         self._min_frames, self._max_frames = int(settings.get("min_frames") or 4), int(frames)
         self._max_frames = min(self._max_frames, context.limits.max_frames)
         if self._max_frames < self._min_max_frames:
             raise ConfigurationError(f"media.processor_options: max_frames of video must be at least {self._min_max_frames}.")
         self._scaling = _find_scaling(settings, images)
+        if self._kind == _GEMMA:  # its patches have no axis of channels alone
+            self._scaling = {name: values[:1] for name, values in self._scaling.items()}
         tokenizer = load_tokenizer(context.folder)
         sizes = SimpleNamespace(merge_size=self._merge, temporal_patch_size=self._frames, patch_size=self._patch)
         self._processor = build_processor(context.folder, context.model_config, tokenizer, image_processor=images, video_processor=sizes)
@@ -119,6 +124,11 @@ class VideoModality(ProcessorModality):
             )
             return
         self._patch = int(settings.get("patch_size", images.patch_size))
+        if self._kind == _GEMMA:
+            self._merge, self._frames = int(settings.get("pooling_kernel_size", images.pooling_kernel_size)), 1
+            self._bounds = 0, int(settings.get("max_soft_tokens") or _GEMMA_ROWS) * (self._patch * self._merge) ** 2
+            self._stills = _Stills(0, 0, 0.0)
+            return
         self._merge = int(settings.get("merge_size", images.merge_size))
         self._frames = int(settings.get("temporal_patch_size", images.temporal_patch_size))
         factor = self._patch * self._merge
@@ -170,14 +180,16 @@ class VideoModality(ProcessorModality):
         fps = size.frames / size.seconds
         metadata = SimpleNamespace(fps=fps, frames_indices=indices, total_num_frames=size.frames, timestamps=(indices / fps).tolist())
         pixels = [SimpleNamespace(shape=(len(indices), 3, height, width))]  # what the processors of stills count
-        inputs = {"video_grid_thw": np.array([grid]), "video_metadata": [metadata], _PIXELS: pixels}
-        expansion: str = self._processor.replace_video_token(inputs, 0, load_audio_from_video=False)
         rows, columns = grid[1] // self._merge, grid[2] // self._merge
+        inputs = {"video_grid_thw": np.array([grid]), "video_metadata": [metadata], _PIXELS: pixels}
+        inputs["num_soft_tokens_per_video"] = [rows * columns]
+        expansion: str = self._processor.replace_video_token(inputs, 0, load_audio_from_video=False)
         runs = len(re.findall(f"(?:{re.escape(self._row_token)})+", expansion))
         each = (grid[0], rows, columns) if runs == 1 else (1, rows, columns)
         seconds = self._frames * size.seconds / len(indices)  # of a temporal patch
         step = self._per_second * seconds if self._per_second and runs == 1 else 1.0
-        return MediaLayout(expansion, (each,) * runs if self._has_grids else (), step, math.prod(grid))
+        patches = len(indices) * self._bounds[1] // self._patch**2 if self._kind == _GEMMA else math.prod(grid)
+        return MediaLayout(expansion, (each,) * runs if self._has_grids else (), step, patches)
 
     def compute_features(self, data: bytes, size: MediaSize, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
         from PIL.Image import Resampling
@@ -195,6 +207,8 @@ class VideoModality(ProcessorModality):
         grid = (len(video) // self._frames, height // self._patch, width // self._patch)
         if self._is_still:
             return {_PIXELS: np.ascontiguousarray(video.transpose(0, 3, 1, 2)), **self._scaling}
+        if self._kind == _GEMMA:
+            return {**self._pad(video, *grid[1:]), **self._scaling}
         return {_PIXELS: self._cut(video, grid), "video_grid_thw": np.array([grid], np.int64), **self._scaling}
 
     def sample(self, size: MediaSize, options: Mapping[str, Any]) -> np.ndarray:
@@ -210,10 +224,10 @@ class VideoModality(ProcessorModality):
             if len(chosen) > maximum:
                 chosen = chosen[np.linspace(0, len(chosen) - 1, maximum).astype(np.int64)]
             return np.append(chosen, chosen[-1:]) if len(chosen) % 2 else chosen
-        if self._is_still:
+        if self._is_still or self._kind == _GEMMA:
             count = min(maximum, size.frames, max(int(size.seconds * fps), 1) if fps else maximum)
-            step, shift = size.frames / count, self._stills.shift
-            chosen = (np.arange(count) * step + (step / 2 if shift is None else shift)).astype(np.int64)
+            shift = size.frames / count / 2 if self._stills.shift is None else self._stills.shift
+            chosen = (np.arange(count) * size.frames / count + shift).astype(np.int64)
             return np.minimum(chosen, size.frames - 1)
         total, minimum = size.frames, min(self._min_frames, maximum)
         target = size.seconds * fps
@@ -233,6 +247,8 @@ class VideoModality(ProcessorModality):
             raise MediaError("the video is too narrow or too flat for the model; send one nearer to a square")
         if self._is_still:
             return self._stills.height, self._stills.width
+        if self._kind == _GEMMA:
+            return self._keep_ratio(height, width)
         frames = rounded = 1  # the bounds are those of a frame, or else of all frames
         if self._kind not in _SAMPLED:
             frames, rounded = count, max(1, round(count / self._frames)) * self._frames
@@ -248,6 +264,26 @@ class VideoModality(ProcessorModality):
             return tuple(math.ceil(each * ratio / factor) * factor for each in (height, width))  # type: ignore[return-value]
         return rows, columns
 
+    def _keep_ratio(self, height: int, width: int) -> tuple[int, int]:
+        """The largest size of whole rows within the bound, of about this ratio."""
+        unit, scale = self._patch * self._merge, math.sqrt(self._bounds[1] / (height * width))
+        rows, columns = math.floor(height * scale / unit), math.floor(width * scale / unit)
+        max_rows = self._bounds[1] // unit**2
+        if not rows:
+            rows, columns = 1, min(width // height, max_rows)
+        elif not columns:
+            rows, columns = min(height // width, max_rows), 1
+        return rows * unit, columns * unit
+
+    def _pad(self, video: np.ndarray, rows: int, columns: int) -> dict[str, np.ndarray]:
+        """Frames as bytes of patches, [frames, patches, side * side * channels], and the place of
+        each, [frames, patches, 2]; -1 behind the last one."""
+        count, side = len(video), self._patch
+        patches = video.reshape(count, rows, side, columns, side, 3).transpose(0, 1, 3, 2, 4, 5).reshape(count, rows * columns, -1)
+        places = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), -1).reshape(1, -1, 2).repeat(count, 0)
+        padding = ((0, 0), (0, self._bounds[1] // side**2 - rows * columns), (0, 0))
+        return {_PIXELS: np.pad(patches, padding), "video_position_ids": np.pad(places, padding, constant_values=-1)}
+
     def _cut(self, video: np.ndarray, grid: tuple[int, int, int]) -> np.ndarray:
         """Frames as bytes of patches, [patches, channels, frames, side, side], merged ones
         together."""
@@ -259,7 +295,8 @@ class VideoModality(ProcessorModality):
         """From the file that transformers prefers: since version 5 it saves one for all parts."""
         folder = self.context.folder
         nested = read_settings(folder / "processor_config.json").get("video_processor")
-        return nested if isinstance(nested, dict) else next(filter(None, (read_settings(folder / name) for name in _FILES)), {})
+        files = _FILES[:1] if self._kind == _GEMMA else _FILES  # images have other numbers of rows
+        return nested if isinstance(nested, dict) else next(filter(None, (read_settings(folder / name) for name in files)), {})
 
 
 def _sample_glm(size: MediaSize, fps: float, max_seconds: float) -> np.ndarray:

@@ -128,6 +128,8 @@ class Reference:
         for _, group in itertools.groupby(sorted(others, key=attrgetter("modality")), attrgetter("modality")):  # which keeps their order
             arrays = [self._read_arrays(map_features(item)) for item in group]
             inputs |= {name: _concatenate([each[name] for each in arrays]) for name in arrays[0] if name != "aspect_ratios"}
+            if "video_position_ids" in arrays[0]:
+                inputs["num_frames_per_video"] = torch.tensor([len(each["video_position_ids"]) for each in arrays])
         if self.family == "internvl" and "pixel_values_videos" in inputs:  # its frames are images
             inputs["pixel_values"] = inputs.pop("pixel_values_videos")
         if self.family == "qwen2_5_vl" and others:
@@ -162,7 +164,7 @@ class Reference:
             if array.dim() == 5:
                 frames = self._config["vision_config"]["temporal_patch_size"]
                 array = array.expand(-1, -1, max(frames, array.shape[2]), -1, -1).flatten(1)
-            elif name == "pixel_values_videos" and self.family != "internvl":
+            elif name == "pixel_values_videos" and array.dim() == 4 and self.family != "internvl":
                 array = array[None]
             arrays[name] = array
         return arrays

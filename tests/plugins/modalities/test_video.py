@@ -18,7 +18,9 @@ from transformers import Qwen3OmniMoeProcessor
 
 from frame.core.errors import ConfigurationError
 from frame.interfaces.modality import MediaError, MediaLimits, MediaSize, ModalityContext
+from frame.plugins.modalities.frames import decode_frames
 from frame.plugins.modalities.image import normalise
+from frame.plugins.modalities.processor import load_image_processor
 from frame.plugins.modalities.video import VideoModality
 from frame.testing.modality.folders import write_folder
 
@@ -55,7 +57,7 @@ def make(count: int = 30, fps: int = 10, width: int = 128, height: int = 96, kin
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VideoModality]:
     folder = tmp_path_factory.mktemp("families")
-    names = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "qwen3_omni", "internvl", "llava_onevision")
+    names = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "qwen3_omni", "internvl", "llava_onevision", "gemma4")
     made = {name: VideoModality(ModalityContext(folder / name, write_folder(folder / name, name))) for name in names}
     context = made["glm4v"].context
     full = {**context.model_config.full_config, "model_type": "glm46v"}
@@ -70,6 +72,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VideoModality]:
 def levels(arrays: dict[str, np.ndarray]) -> list[float]:
     """The grey level of each frame that the model gets."""
     pixels = arrays["pixel_values_videos"]
+    if "video_position_ids" in arrays:
+        return [float(frame[places[:, 0] >= 0].mean()) for frame, places in zip(pixels, arrays["video_position_ids"], strict=True)]
     if "video_grid_thw" not in arrays:
         return [float(frame.mean()) for frame in pixels]
     frames = pixels.reshape(arrays["video_grid_thw"][0][0], -1, *pixels.shape[1:])
@@ -93,7 +97,7 @@ def test_frames_come_in_order(built: dict[str, VideoModality], kind: str, codec:
         arrays = modality.compute_features(data, size, {})
         expected = 8.0 * modality.sample(size, {})
         assert np.abs(np.array(levels(arrays)) - expected).max() < 4
-        if "video_grid_thw" not in arrays:  # see test_frames_that_are_pictures_of_one_size
+        if "video_grid_thw" not in arrays:  # see the tests of stills and of Gemma 4
             continue
         layout = modality.lay_out(size, {})
         assert layout.patches == len(arrays["pixel_values_videos"]) == arrays["video_grid_thw"].prod()
@@ -190,6 +194,7 @@ def test_options_of_the_server_that_nothing_reads(built: dict[str, VideoModality
         ("glm4v", "max_frames", 1),
         ("qwen3_omni", "size", {}),
         ("internvl", "min_pixels", 1),
+        ("gemma4", "max_pixels", 1),
     ):
         with pytest.raises(ConfigurationError, match=name):
             VideoModality(replace(built[kind].context, processor_options={name: value}))
@@ -258,6 +263,40 @@ def test_frames_that_are_pictures_of_one_size(
             modality.lay_out(size, options)
     more = VideoModality(replace(modality.context, processor_options={"max_frames": 3, "fps": 2}))
     assert len(more.sample(size, {})) == 3
+
+
+def test_frames_of_gemma_4_are_those_of_its_image_processor(built: dict[str, VideoModality]) -> None:
+    """At most 70 rows each, whatever images may have; each with its time."""
+    modality, data = built["gemma4"], make(count=90, width=112, height=96)
+    size = modality.read_size(data)
+    assert modality.sample(size, {"max_frames": 4}).tolist() == [0, 22, 45, 67]
+    arrays, layout = modality.compute_features(data, size, {"max_frames": 4}), modality.lay_out(size, {"max_frames": 4})
+    images = load_image_processor(modality.context.folder)
+    for place, picture in enumerate(decode_frames(data, [0, 22, 45, 67], size, modality.context.limits)):
+        expected = images.preprocess([picture], max_soft_tokens=70, return_tensors="np")
+        values = normalise({**arrays, "pixel_values_videos": arrays["pixel_values_videos"][place : place + 1]}, "pixel_values_videos")
+        assert np.abs(values - expected["pixel_values"]).max() < 1e-6
+        assert np.array_equal(arrays["video_position_ids"][place : place + 1], expected["image_position_ids"])
+    rows = "<|video|>" * int(expected["num_soft_tokens_per_image"][0])
+    assert layout.expansion == " ".join(f"00:0{second} <|image>{rows}<image|>" for second in (0, 2, 4, 6))
+    assert (layout.patches, layout.grids, modality.row_token) == (4 * 630, (), "<|video|>")
+
+
+def test_rows_of_images_are_not_those_of_frames(built: dict[str, VideoModality], tmp_path: Path) -> None:
+    for file in built["gemma4"].context.folder.iterdir():
+        (tmp_path / file.name).write_text(file.read_text().replace('"max_soft_tokens": 70', '"max_soft_tokens": 280'))
+    assert load_image_processor(tmp_path).max_soft_tokens == 280
+    size = MediaSize("MP4", 1920, 1080, 30, 3.0)
+    assert VideoModality(replace(built["gemma4"].context, folder=tmp_path)).resize(size, 4) == built["gemma4"].resize(size, 4)
+
+
+def test_sizes_of_frames_of_gemma_4(built: dict[str, VideoModality]) -> None:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+    for height, width in np.random.default_rng(5).integers(1, 3000, (500, 2)).tolist():
+        if max(height, width) <= 200 * min(height, width):
+            expected = get_aspect_ratio_preserving_size(height, width, patch_size=4, max_patches=630, pooling_kernel_size=3)
+            assert built["gemma4"].resize(MediaSize("MP4", width, height, 30, 3.0), 4) == expected
 
 
 def test_frames_whose_size_does_not_fit_the_tokens(built: dict[str, VideoModality], tmp_path: Path) -> None:
