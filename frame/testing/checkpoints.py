@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -126,6 +127,8 @@ _BASE = MappingProxyType(
         "tie_word_embeddings": False,
     }
 )
+# `from_pretrained` replaces methods of transformers while it runs, and threads load references
+LOADING = threading.Lock()
 _SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
 _CORPUS = (
     "The quick brown fox jumps over the lazy dog. A request walks through the house once, and a stranger can add a room.",
@@ -172,7 +175,8 @@ def load_reference(folder: str | Path) -> Any:
 
     architecture = AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures[0]
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    return _auto_class(architecture).from_pretrained(folder, trust_remote_code=False, **options).eval()
+    with LOADING:
+        return _auto_class(architecture).from_pretrained(folder, trust_remote_code=False, **options).eval()
 
 
 def _relative(architecture: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from frame.testing.checkpoints import save_tokenizer, set_weights
+from frame.testing.checkpoints import LOADING, save_tokenizer, set_weights
 from tests.models.fallback_families import FALLBACK_FAMILIES
 from tests.models.media_family import (
     _CLIP,
@@ -413,7 +413,8 @@ def load_media_reference(folder: str | Path) -> Any:
     import transformers
 
     architecture = json.loads((Path(folder) / "config.json").read_text())["architectures"][0]
-    model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with LOADING:
+        model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     if architecture.startswith("Llama4"):  # transformers 5.24 reads attributes that its language model's output lacks
         model.language_model.register_forward_hook(
             lambda module, args, output: output.__dict__.update(image_outputs=None, router_logits=None)
