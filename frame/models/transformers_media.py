@@ -80,6 +80,7 @@ class WholeModelEncoders(TransformersEncoders):
 
     def __init__(self, context: ModelContext, model: Any) -> None:
         super().__init__(context, model)
+        self._names = frozenset(inspect.signature(model.get_image_features).parameters)  # of the arrays that it takes
         self._has_items = False  # the encoder takes an axis of items before that of tiles
 
     @torch.inference_mode()
@@ -88,8 +89,7 @@ class WholeModelEncoders(TransformersEncoders):
 
     def _encode(self, item: Arrays) -> torch.Tensor:
         """-> [rows, hidden size]."""
-        names = inspect.signature(self.model.get_image_features).parameters
-        arrays = {name: self._prepare(item, name) for name in item if name in names}
+        arrays = {name: self._prepare(item, name) for name in item if name in self._names}
         try:
             rows = self._call(arrays)
         except torch.OutOfMemoryError:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Blip2Config, Blip2ForConditionalGeneration
 
 from frame.core.errors import ConfigurationError
+from frame.models.transformers_media import find_decoder
 from tests.models.harness import open_session
 from tests.models.media_checkpoints import load_media_reference, make_media_checkpoint
 from tests.models.test_logits import prompt, wanted
@@ -36,6 +38,16 @@ def test_positions_whose_sections_have_a_default_are_refused(tmp_path: Path) -> 
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigurationError, match="positions that depend on where an image is"):
         open_session(folder, model="transformers")
+
+
+def test_a_model_without_a_base_model_is_refused() -> None:
+    """BLIP-2's class with the head is no wrapper of its class without."""
+    config = Blip2Config(text_config={"model_type": "opt", "num_hidden_layers": 1}, qformer_config={"num_hidden_layers": 1})
+    config.vision_config.num_hidden_layers = 1
+    with torch.device("meta"):
+        model = Blip2ForConditionalGeneration(config)
+    with pytest.raises(ConfigurationError, match="Blip2ForConditionalGeneration has no base model with a decoder"):
+        find_decoder(model)
 
 
 def test_an_encoder_without_fused_attention(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ class VideoModality(ProcessorModality):
         check_names(context.processor_options, known, "video processor")
         images = load_image_processor(context.folder)
         settings = {**stored, **context.processor_options}
-        self._read_size(settings, images)
+        self._read_sides(settings, images)
         # frames a second, and for GLM the longest video that has them
         self._pace = float(settings.get("fps") or (0 if is_fixed else 2)), float(settings.get("max_duration") or 300)
         frames = settings.get("max_frames") or (settings.get("num_frames") or _STILL_FRAMES if is_fixed else 768)
@@ -97,7 +97,9 @@ class VideoModality(ProcessorModality):
         if self._max_frames < self._min_max_frames:
             raise ConfigurationError(f"media.processor_options: max_frames of video must be at least {self._min_max_frames}.")
         self._scaling = _find_scaling(settings, images)
-        if self._kind == _GEMMA:  # its patches have no axis of channels alone
+        if self._kind == _GEMMA:  # its patches have no axis of channels alone, and those behind the last one are zero
+            if any(len(set(values.tolist())) > 1 for values in self._scaling.values()) or self._scaling[f"{_PIXELS}.offset"].any():
+                raise ConfigurationError("the video processor of Gemma 4 has an image_mean, which is not implemented; leave it at zero.")
             self._scaling = {name: values[:1] for name, values in self._scaling.items()}
         tokenizer = load_tokenizer(context.folder)
         sizes = SimpleNamespace(merge_size=self._merge, temporal_patch_size=self._frames, patch_size=self._patch)
@@ -112,16 +114,15 @@ class VideoModality(ProcessorModality):
         per_second = full.get("position_id_per_seconds", _OMNI_POSITIONS) if self._kind == _OMNI else vision.get("tokens_per_second")
         self._per_second = float(per_second or 0)
 
-    def _read_size(self, settings: Mapping[str, Any], images: Any) -> None:
+    def _read_sides(self, settings: Mapping[str, Any], images: Any) -> None:
         """The sides of patches, and the bounds of a frame or its size, in pixels."""
         size = settings.get("size") or {}
         if self._is_still:
             side = (self.context.model_config.full_config.get("vision_config") or {}).get("patch_size") or 14
             self._patch, self._merge, self._frames = side if isinstance(side, int) else int(side[0]), 1, 1
-            shift = settings.get("initial_shift", True) if self._kind == _INTERNVL else False
-            self._stills = _Stills(
-                int(size.get("height") or _STILL_SIDE), int(size.get("width") or _STILL_SIDE), None if shift is True else float(shift)
-            )
+            shift = settings.get("initial_shift") if self._kind == _INTERNVL else False
+            height, width = (int(size.get(name) or _STILL_SIDE) for name in ("height", "width"))
+            self._stills = _Stills(height, width, None if shift in (None, True) else float(shift))
             return
         self._patch = int(settings.get("patch_size", images.patch_size))
         if self._kind == _GEMMA:

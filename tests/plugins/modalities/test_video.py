@@ -282,6 +282,20 @@ def test_frames_of_gemma_4_are_those_of_its_image_processor(built: dict[str, Vid
     assert (layout.patches, layout.grids, modality.row_token) == (4 * 630, (), "<|video|>")
 
 
+def test_settings_of_the_video_processor(built: dict[str, VideoModality], tmp_path: Path) -> None:
+    """Null is the default; numbers that are not implemented are refused."""
+    for name, settings in (("internvl", {"size": {"height": 56, "width": 56}, "initial_shift": None}), ("gemma4", {"image_mean": [0.5] * 3})):
+        (tmp_path / name).mkdir()
+        for file in built[name].context.folder.iterdir():
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+        (tmp_path / name / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    size = MediaSize("MP4", 128, 96, 30, 3.0)
+    modality = VideoModality(replace(built["internvl"].context, folder=tmp_path / "internvl"))
+    assert modality.sample(size, {"max_frames": 3}).tolist() == [5, 15, 25]
+    with pytest.raises(ConfigurationError, match="image_mean"):
+        VideoModality(replace(built["gemma4"].context, folder=tmp_path / "gemma4"))
+
+
 def test_rows_of_images_are_not_those_of_frames(built: dict[str, VideoModality], tmp_path: Path) -> None:
     for file in built["gemma4"].context.folder.iterdir():
         (tmp_path / file.name).write_text(file.read_text().replace('"max_soft_tokens": 70', '"max_soft_tokens": 280'))
