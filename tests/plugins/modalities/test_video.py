@@ -284,7 +284,8 @@ def test_frames_of_gemma_4_are_those_of_its_image_processor(built: dict[str, Vid
 
 def test_settings_of_the_video_processor(built: dict[str, VideoModality], tmp_path: Path) -> None:
     """Null is the default; numbers that are not implemented are refused."""
-    for name, settings in (("internvl", {"size": {"height": 56, "width": 56}, "initial_shift": None}), ("gemma4", {"image_mean": [0.5] * 3})):
+    still = {"size": {"height": 56, "width": 56}, "initial_shift": None}
+    for name, settings in (("internvl", still), ("gemma4", {"image_mean": [0.5] * 3})):
         (tmp_path / name).mkdir()
         for file in built[name].context.folder.iterdir():
             (tmp_path / name / file.name).write_bytes(file.read_bytes())
