@@ -48,6 +48,19 @@ _MLA = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_r
 _DELTA = {"linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128}
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "rope_type": "yarn"}
 
+_QWEN2_VL = {**_EPS, "rope_theta": 1000000.0, "max_position_embeddings": 32768, "num_key_value_heads": 8}
+_QWEN3_VL = {"rope_theta": 500000.0, "max_position_embeddings": 128000, "head_dim": 128}
+# Pairs of a head that each component of a position turns (M-RoPE), where `rope_parameters` does not
+# say, and whether the components alternate, which transformers takes from no key
+SECTIONS: Mapping[str, tuple[tuple[int, int, int], bool]] = MappingProxyType(
+    {
+        **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), ((16, 24, 24), False)),
+        **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text"), ((24, 20, 20), True)),
+        **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ((11, 11, 10), True)),
+        **dict.fromkeys(("glm4v_text", "glm4v_moe_text"), ((8, 12, 12), False)),
+    }
+)
+
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "cohere": {"rope_theta": 500000.0, "max_position_embeddings": 8192},
@@ -141,6 +154,16 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_key_value_heads": 8,
         },
         "qwen3_5_text": {**_DELTA, "head_dim": 256, "max_position_embeddings": 32768, "num_key_value_heads": 4},
+        "qwen2_vl_text": _QWEN2_VL,
+        "qwen2_5_vl_text": _QWEN2_VL,
+        "qwen3_vl_text": {**_QWEN3_VL, "num_key_value_heads": 32},
+        "qwen3_vl_moe_text": {
+            **_QWEN3_VL, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "num_experts": 60, "num_key_value_heads": 16,
+        },
+        "qwen3_omni_moe_text": {
+            "rope_theta": 1000000.0, "max_position_embeddings": 32768, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+            "num_experts": 128, "num_key_value_heads": 4,
+        },
         "bert": {"max_position_embeddings": 512},
         "roberta": {"max_position_embeddings": 512},
         "xlm-roberta": {"max_position_embeddings": 512},
@@ -156,4 +179,20 @@ def add_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
         names = next((group for group in _SYNONYMS if key in group), ())
         if key not in config and all(config.get(name) is None for name in names):
             complete[key] = value
-    return complete
+    return _add_sections(complete)
+
+
+def _add_sections(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the sections of its `model_type`, where they fill its heads."""
+    sections, alternates = SECTIONS.get(str(config.get("model_type")), ((), False))
+    key = "rope_parameters" if config.get("rope_parameters") or not config.get("rope_scaling") else "rope_scaling"
+    stored = config.get(key) or {}
+    if not sections or not isinstance(stored, Mapping) or any(isinstance(value, Mapping) for value in stored.values()):
+        return config
+    width = config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
+    share = stored.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if "mrope_section" not in stored and 2 * sum(sections) == int(width * share):
+        stored = {**stored, "mrope_section": list(sections)}
+    if alternates and "mrope_section" in stored:
+        stored = {**stored, "mrope_interleaved": True}
+    return {**config, key: stored} if stored else config

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +40,17 @@ _DROPPED = re.compile(r"_.*|.*_implementation|auto_map|quantization_config")
 
 class ReadsMedia(Decoder):
     """A decoder whose checkpoint has encoders (`HasEncoders`). An architecture derives from it
-    first, and then from its text model."""
+    first, and then from its text model. `nested_kinds`: the values of `text_config.model_type` that
+    it implements; (): all that its architectures have."""
+
+    nested_kinds: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
+        nested = (context.model_config.full_config or {}).get("text_config") or {}
+        kind = nested.get("model_type")
+        if kind is not None and self.nested_kinds and kind not in self.nested_kinds:
+            sentence = f"{context.model_config.architecture} with text_config.model_type {kind!r} is not implemented here"
+            raise ConfigurationError(f"{sentence}; it can be served with model.implementation: transformers.")
         super().__init__(context, options)
         has_encoders = context.media is not None and self.is_first and bool(context.model_config.full_config)
         self.encoders = TransformersEncoders(context) if has_encoders else None

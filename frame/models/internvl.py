@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from frame.core.errors import ConfigurationError
@@ -25,7 +27,8 @@ class InternVLForConditionalGeneration(Qwen3MoeForCausalLM):
     def get_attention_options(self, layer: int) -> AttentionOptions:
         if self.kind == _BIASED:
             return AttentionOptions(qkv_bias=True, sliding_window=get_layer_window(self.model_config.config, layer))
-        return super().get_attention_options(layer)
+        options = super().get_attention_options(layer)
+        return options if self.kind == _EXPERTS else replace(options, sliding_window=get_layer_window(self.model_config.config, layer))
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         return super().build_mlp(layer, prefix) if self.kind == _EXPERTS else Decoder.build_mlp(self, layer, prefix)

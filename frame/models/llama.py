@@ -16,6 +16,7 @@ class LlamaForCausalLM(ReadsMedia):
     """Mistral has no biases, whatever the config says. Its sliding window applies to the layers in
     `layer_types`, or to all."""
 
+    nested_kinds: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral", "ministral3")
     bias_keys: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
     ignored_weights: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
 

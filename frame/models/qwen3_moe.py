@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor
 
 
-_RENORMALIZED = ("Qwen3VL", "Qwen3Omni")  # whose default renormalizes
+_ALWAYS, _BY_DEFAULT = "Qwen3VL", "Qwen3Omni"  # renormalize whatever norm_topk_prob says, or where it is absent
 
 
 class Qwen3MoeForCausalLM(ReadsMedia):
@@ -38,10 +38,9 @@ class Qwen3MoeForCausalLM(ReadsMedia):
             return super().build_mlp(layer, prefix)
         num_experts = config.get("num_experts") or config["num_local_experts"]
         sizes = ExpertSizes(num_experts, hidden, config["moe_intermediate_size"])
-        rule = RoutingRule(
-            config["num_experts_per_tok"],
-            renormalize=bool(config.get("norm_topk_prob", self.model_config.architecture.startswith(_RENORMALIZED))),
-        )
+        name = self.model_config.architecture
+        renormalizes = name.startswith(_ALWAYS) or bool(config.get("norm_topk_prob", name.startswith(_BY_DEFAULT)))
+        rule = RoutingRule(config["num_experts_per_tok"], renormalize=renormalizes)
         return MoE(self.context, prefix, sizes, rule)
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:

@@ -75,7 +75,8 @@ class Qwen3NextForCausalLM(ReadsMedia):
         if not (self.model_config.num_experts and is_moe):
             return super().build_mlp(layer, prefix)
         sizes = ExpertSizes(self.model_config.num_experts, hidden, config["moe_intermediate_size"])
-        rule = RoutingRule(config["num_experts_per_tok"], renormalize=bool(config.get("norm_topk_prob", True)))
+        renormalizes = self.model_config.architecture.startswith("Qwen3_5") or bool(config.get("norm_topk_prob", True))
+        rule = RoutingRule(config["num_experts_per_tok"], renormalize=renormalizes)
         shared_size = config["shared_expert_intermediate_size"]
         shared = GatedSharedExpert(self.context, f"{prefix}.shared_expert", f"{prefix}.shared_expert_gate", hidden, shared_size)
         return MoE(self.context, prefix, sizes, rule, shared)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from frame.checkpoint.config_defaults import DEFAULTS, NESTED_SIZES
+from frame.checkpoint.config_defaults import DEFAULTS, NESTED_SIZES, SECTIONS
 from frame.checkpoint.model_config import read_model_config
+from frame.models.layers.rotary import find_components
 
 
 @pytest.mark.parametrize("kind", DEFAULTS)
@@ -42,3 +46,40 @@ def test_sizes_of_nested_configurations_are_those_of_transformers(tmp_path: Path
     read, default = read_model_config(tmp_path), CONFIG_MAPPING[family]()
     assert {name: read.config[name] for name in NESTED_SIZES[family]} == {name: getattr(default, name) for name in NESTED_SIZES[family]}
     assert (read.num_kv_heads, read.num_layers) == (default.num_key_value_heads, 32)
+
+
+_OTHER_ROTARY = ("Vision", "Audio", "Talker", "Code2Wav")
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_sections_of_positions_are_those_of_transformers(kind: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[kind]()
+    module = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    sections, alternates = SECTIONS[kind]
+    config.head_dim = round(2 * sum(sections) / config.rope_parameters.get("partial_rotary_factor", 1.0))
+    names = (name for name in vars(module) if name.endswith("RotaryEmbedding") and not any(word in name for word in _OTHER_ROTARY))
+    embedding = getattr(module, next(names))(config)
+    positions = torch.tensor([10, 20, 30])[:, None, None]
+    cosines, _ = embedding(torch.zeros(1), positions)
+    pairs = find_components(sections, alternates)
+    expected = (positions.flatten()[pairs] * embedding.inv_freq[: len(pairs)]).cos()
+    assert cosines.shape[-1] == 2 * len(pairs)
+    forms = (cosines.flatten()[: len(pairs)], cosines.flatten()[::2])  # halves, or neighbours
+    assert any(torch.allclose(form, expected, atol=1e-5) for form in forms)
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"), [({}, [24, 20, 20]), ({"mrope_section": [32, 16, 16], "mrope_interleaved": False}, [32, 16, 16])]
+)
+def test_sections_of_positions_may_be_missing(tmp_path: Path, stored: dict[str, Any], expected: list[int]) -> None:
+    nested = {"model_type": "qwen3_vl_text", "num_hidden_layers": 1, "hidden_size": 256, "num_attention_heads": 2, "vocab_size": 16}
+    raw = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": {**nested, "rope_scaling": stored}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = read_model_config(tmp_path)
+    assert config.has_mrope
+    parameters = config.config.get("rope_parameters") or config.config["rope_scaling"]
+    assert parameters["mrope_section"] == expected
+    assert parameters["mrope_interleaved"] is True  # whatever the file says, as in transformers
+    assert config.config["rope_theta"] == 500000.0
