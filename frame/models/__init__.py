@@ -121,7 +121,7 @@ _IMAGE, _VIDEO, _AUDIO = "image", "video", "audio"
 _MODALITIES = {
     "deepseek_ocr2": (_IMAGE,),
     "gemma3": (_IMAGE,),
-    "gemma4": (_IMAGE, _VIDEO),
+    "gemma4": (_IMAGE, _VIDEO, _AUDIO),
     "glm4_moe": (_IMAGE, _VIDEO),
     "glm4v": (_IMAGE, _VIDEO),
     "internvl": (_IMAGE, _VIDEO),

@@ -177,10 +177,9 @@ def _build_model(model_config: ModelConfig, dtype: torch.dtype) -> Any:
             f"transformers {transformers.__version__} has no encoders for model_type {kind!r} of config.json: install a newer one, or set "
             "media.enabled: false."
         )
-    for name in _UNREAD.get(str(kind), ()):
-        stored[name] = None
     config = transformers.CONFIG_MAPPING[kind].from_dict(stored)
-    model = transformers.AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
+    attention = {"": "sdpa", **_ATTENTION.get(str(kind), {})}
+    model = transformers.AutoModel.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
     del model.language_model
     for module in model.modules():
         if hasattr(module, "conv_chunksize"):  # what a chunk's convolutions make is larger than what the memory plan counts
@@ -270,7 +269,11 @@ def _encode_minicpmv(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Se
 
 def _encode_gemma4(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
     """The rows of all images, or of frames, follow each other: one for each square of patches that
-    is no padding."""
+    is no padding. Frames of a sound that are padding come last."""
+    if modality == "audio":
+        mask = arrays["input_features_mask"].bool()
+        output = model.get_audio_features(arrays["input_features"], mask, return_dict=True)
+        return [rows[mask] for rows, mask in zip(output.pooler_output, output.attention_mask, strict=True)], ()
     is_video = modality == "video"
     positions = arrays["video_position_ids" if is_video else "image_position_ids"]
     pixels = arrays["pixel_values_videos" if is_video else "pixel_values"]
@@ -305,10 +308,14 @@ _ALONE: Mapping[str, tuple[str, ...]] = {
     "llava_onevision": ("video",),
     "minicpmv4_6": ("image",),
 }
-_UNREAD: Mapping[str, tuple[str, ...]] = {"gemma4": ("audio_config",)}  # by model_type: encoders that are not built
+# by model_type, encoders whose attention has one form alone
+_ATTENTION: Mapping[str, Mapping[str, str]] = {"gemma4": {"audio_config": "eager"}}
 # by model_type, with the names of the arrays; the others by transformers' methods
 _FAMILIES: Mapping[str, tuple[Callable[[Any, str, Arrays], tuple[Any, Sequence[Any]]], Collection[str]]] = {
-    "gemma4": (_encode_gemma4, ("pixel_values", "image_position_ids", "pixel_values_videos", "video_position_ids")),
+    "gemma4": (
+        _encode_gemma4,
+        ("pixel_values", "image_position_ids", "pixel_values_videos", "video_position_ids", "input_features", "input_features_mask"),
+    ),
     "internvl": (_encode_internvl, ("pixel_values", "pixel_values_videos")),
     "llama4": (_encode_llama4, ("pixel_values",)),
     "minicpmv4_6": (_encode_minicpmv, ("pixel_values", "target_sizes")),

@@ -139,23 +139,39 @@ def _glm(model_type: str, processor: str, text: Mapping[str, Any], **tower: Any)
     )
 
 
-def _gemma4(text: Mapping[str, Any]) -> Family:
+def _gemma4(text: Mapping[str, Any], **audio: Any) -> Family:
     return Family(
         "gemma4",
         {
             "head_dim": 16, "global_head_dim": 24, "sliding_window": 8, "tie_word_embeddings": True, "num_hidden_layers": 4,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"], **text,
         },
-        {"vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 256}},
-        {"image_token_id": "<|image|>", "video_token_id": "<|video|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
-        ("<bos>", "<eos>", "<pad>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|video|>"),
+        {
+            "vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 256},
+            "audio_config": {
+                "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "subsampling_conv_channels": [16, 4],
+                "attention_chunk_size": 4, "attention_context_left": 5, "output_proj_dims": 24, **audio,
+            },
+        },
+        {
+            "image_token_id": "<|image|>", "video_token_id": "<|video|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>",
+            "audio_token_id": "<|audio|>", "boa_token_id": "<|audio>", "eoa_token_index": "<audio|>",
+        },
+        (
+            "<bos>", "<eos>", "<pad>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|video|>", "<|audio>", "<audio|>",
+            "<|audio|>",
+        ),
         ("<|turn>", "\n", "<turn|>\n"),
-        {"image": "<|image|>", "video": "<|video|>"},
+        {"image": "<|image|>", "video": "<|video|>", "audio": "<|audio|>"},
         {"processor_class": "Gemma4Processor"},
         {
             "preprocessor_config.json": {
-                "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3
+                "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3,
+                "feature_extractor_type": "Gemma4AudioFeatureExtractor", "feature_size": 16, "audio_seq_length": 750,
             }
         },
-        named={"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+        named={
+            "image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
+            "boa_token": "<|audio>", "eoa_token": "<audio|>",
+        },
     )  # fmt: skip

@@ -1,5 +1,4 @@
-"""`AudioModality`: sound for language models, by the checkpoint's feature extractor (Qwen2-Audio,
-arXiv 2407.10759; Voxtral, arXiv 2507.13264; Qwen3-Omni, arXiv 2509.17765).
+"""`AudioModality`: sound for language models, by the checkpoint's feature extractor.
 
 WAV files are read by the standard library, others by `soundfile`, where it is installed. Must not
 know a process: this one has limits.
@@ -20,13 +19,14 @@ from frame.interfaces.modality import MediaError, MediaLayout, MediaSize, Modali
 from frame.media.sound import MAX_CHANNELS, MAX_DENSITY, RATE, RATES, Read, TooLongError, open_wave, read_blocks, resample
 from frame.plugins.modalities.processor import (
     ProcessorModality,
-    as_arrays,
     check_names,
     find_row_token,
     load_feature_extractor,
     load_tokenizer,
+    read_settings,
     refuse_unknown,
 )
+from frame.plugins.modalities.sounds import READERS
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _DAMAGED = "the file is damaged, or is no audio that can be read; send it as WAV"
 _BLOCK = 1 << 16  # frames
-_OMNI = "qwen3_omni_moe_thinker"
-_SUPPORTED = ("qwen2_audio", "voxtral", _OMNI)
 
 
 class AudioModality(ProcessorModality):
@@ -45,21 +43,20 @@ class AudioModality(ProcessorModality):
     def __init__(self, context: ModalityContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         full = context.model_config.full_config
-        self._kind = str(full.get("model_type"))
-        if self._kind not in _SUPPORTED:
-            sentence = f"audio of the model type {self._kind} is not supported, only of {' and '.join(_SUPPORTED)}"
+        read = READERS.get(str(full.get("model_type")))
+        if read is None:
+            sentence = f"audio of the model type {full.get('model_type')} is not supported, only of {' and '.join(READERS)}"
             raise ConfigurationError(f"{sentence}; leave audio out of media.modalities.")
         check_names(context.processor_options, set(), "feature extractor")
-        self._placeholder = self._row_token = find_row_token(context.model_config, load_tokenizer(context.folder), "audio", None)
-        self._extractor = load_feature_extractor(context.folder)
-        if self._extractor.sampling_rate != RATE:
-            rate = self._extractor.sampling_rate
-            raise ConfigurationError(f"the feature extractor of {context.folder} reads {rate} samples a second, not {RATE}.")
-        audio = full.get("audio_config") or {}
-        self._window = int(self._extractor.n_samples)  # samples that the encoder reads at once
-        positions, width = int(audio.get("max_source_positions", 1500)), int(audio.get("hidden_size", 1280))
-        self._window_rows = positions * width // int(audio.get("intermediate_size", 4 * width))
-        self._chunk = 2 * int(audio.get("n_window", 50))  # frames that Qwen3-Omni's convolutions read at once
+        tokenizer = load_tokenizer(context.folder)
+        self._placeholder = self._row_token = find_row_token(context.model_config, tokenizer, "audio", None)
+        # between which a processor writes the rows, where a chat template does not
+        self._before, self._after = (getattr(tokenizer, name, None) or "" for name in ("boa_token", "eoa_token"))
+        extractor = load_feature_extractor(context.folder)
+        if extractor.sampling_rate != RATE:
+            sentence = f"the feature extractor of {context.folder} reads {extractor.sampling_rate} samples a second, not {RATE}."
+            raise ConfigurationError(sentence)
+        self._reader = read(extractor, full, read_settings(context.folder / "processor_config.json"))
 
     def read_size(self, data: bytes) -> MediaSize:
         read, frames, rate, name = self._open(data)
@@ -68,27 +65,17 @@ class AudioModality(ProcessorModality):
         if frames == 0:
             raise MediaError("the file has no samples; send one with sound")
         samples = round(frames * RATE / rate)
-        limit = min(self.context.limits.max_seconds, self._window / RATE if self._kind == "qwen2_audio" else float("inf"))
+        limit = min(self.context.limits.max_seconds, self._reader.max_seconds)
         if samples > limit * RATE:
             raise MediaError(f"the file has {samples / RATE:.1f} seconds, and may have {limit:g}; send it in parts")
         return MediaSize(name, seconds=samples / RATE)
 
     def lay_out(self, size: MediaSize, options: Mapping[str, Any]) -> MediaLayout:
         refuse_unknown(options, ())
-        samples, hop = round(size.seconds * RATE), self._extractor.hop_length
-        windows = -(-samples // self._window)
-        patches = windows * self._window // (2 * hop)
-        if self._kind == "voxtral":
-            rows = windows * self._window_rows
-        elif self._kind == _OMNI:  # no padding; each chunk is divided by eight, rounded up
-            whole, rest = divmod(samples // hop, self._chunk)
-            rows = patches = whole * -(-self._chunk // 8) + -(-rest // 8) if samples > self._extractor.n_fft // 2 else 0
-        else:
-            length = -(-samples // hop)
-            rows = (((length - 1) // 2 + 1) - 2) // 2 + 1
+        rows, patches = self._reader.count_rows(round(size.seconds * RATE))
         if rows < 1:
             raise MediaError("the file is too short for the model; send one of 0.1 seconds at least")
-        return MediaLayout(self._row_token * rows, patches=patches)
+        return MediaLayout(f"{self._before}{self._row_token * rows}{self._after}", patches=patches)
 
     def compute_features(self, data: bytes, size: MediaSize, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
         read, _, rate, _ = self._open(data)
@@ -98,16 +85,7 @@ class AudioModality(ProcessorModality):
             raise MediaError(f"the file is longer than {self.context.limits.max_seconds:g} seconds; send it in parts") from None
         if len(samples) != round(size.seconds * RATE):
             raise MediaError("the file's header says another length than its sound has; send it again as WAV")
-        arguments = {"sampling_rate": RATE, "return_tensors": "np"}
-        if self._kind != "voxtral":
-            padding = {"padding": True, "truncation": False} if self._kind == _OMNI else {"padding": "max_length"}
-            outputs = as_arrays(self._extractor(samples, return_attention_mask=True, **padding, **arguments))
-            return {"input_features": outputs["input_features"], "feature_attention_mask": outputs["attention_mask"]}
-        padded = self._extractor(samples, padding=True, truncation=False, pad_to_multiple_of=self._window, **arguments)
-        features = np.asarray(padded["input_features"], np.float32)
-        windows = -(-len(samples) // self._window)
-        split = features.reshape(self._extractor.feature_size, windows, -1).transpose(1, 0, 2)
-        return {"input_features": np.ascontiguousarray(split)}
+        return self._reader.compute_features(samples)
 
     def _count(self, read: Read, rate: int) -> int:
         """Decode all frames, to count them, up to the limit."""

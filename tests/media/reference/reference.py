@@ -57,8 +57,12 @@ def _find_positions(find: Callable[..., Any], input_ids: torch.Tensor, mm_token_
 
 def _concatenate(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
     """Along the first axis; sounds of different lengths get zeros at their ends."""
-    length = max(array.shape[-1] for array in arrays)
-    return torch.cat([torch.nn.functional.pad(array, (0, length - array.shape[-1])) for array in arrays])
+    shape = [max(sizes) for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)]
+    joined = arrays[0].new_zeros(sum(len(array) for array in arrays), *shape)
+    start = 0
+    for array in arrays:
+        joined[(slice(start, start := start + len(array)), *map(slice, array.shape[1:]))] = array
+    return joined
 
 
 def _encode_alone(encode: Callable[..., Any], input_features: torch.Tensor, feature_lens: torch.Tensor, **keys: Any) -> Any:
@@ -117,7 +121,7 @@ class Reference:
         kinds = torch.zeros_like(tokens)
         for item in items:
             for run in item.runs:
-                kinds[0, run.start : run.start + run.count] = 2 if item.modality == "video" else 1
+                kinds[0, run.start : run.start + run.count] = {"image": 1, "video": 2, "audio": 3}[item.modality]
         if self.family != _OMNI and hasattr(getattr(self.model, "model", None), "get_rope_index"):
             inputs["mm_token_type_ids"] = kinds
         elif self.family.startswith("gemma"):
@@ -128,6 +132,8 @@ class Reference:
         for _, group in itertools.groupby(sorted(others, key=attrgetter("modality")), attrgetter("modality")):  # which keeps their order
             arrays = [self._read_arrays(map_features(item)) for item in group]
             inputs |= {name: _concatenate([each[name] for each in arrays]) for name in arrays[0] if name != "aspect_ratios"}
+            if "input_features_mask" in inputs:
+                inputs["input_features_mask"] = inputs["input_features_mask"].bool()
             if "video_position_ids" in arrays[0]:
                 inputs["num_frames_per_video"] = torch.tensor([len(each["video_position_ids"]) for each in arrays])
         if self.family == "internvl" and "pixel_values_videos" in inputs:  # its frames are images

@@ -32,7 +32,7 @@ NUM_TOKENS = 64
 IMAGES = [name for name, family in FAMILIES.items() if "image" in family.placeholders]
 VIDEOS = [name for name in IMAGES if "video" in FAMILIES[name].placeholders]
 SOUNDS = [name for name, family in FAMILIES.items() if "audio" in family.placeholders]
-MIXED = ["Qwen3OmniMoeThinkerForConditionalGeneration"]
+MIXED = ["Qwen3OmniMoeThinkerForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4ForConditionalGeneration-spans"]
 # with pages of one token, all that earlier prompts have is hit; others have states or windows
 EXACT = [name for name in IMAGES if not name.startswith(("Qwen3_5", "Gemma", "Llama4", "MiniCPM"))]
 DRAFTED = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")

@@ -19,7 +19,7 @@ from frame.plugins.modalities.audio import AudioModality
 from frame.plugins.modalities.processor import build_processor, load_feature_extractor, load_tokenizer
 from frame.testing.modality.folders import write_folder
 
-NAMES = ("qwen2_audio", "voxtral", "qwen3_omni")
+NAMES = ("qwen2_audio", "voxtral", "qwen3_omni", "gemma4")
 
 
 def make(seconds: float, rate: int = 16_000, channels: int = 1) -> tuple[bytes, np.ndarray]:
@@ -73,6 +73,23 @@ def test_qwen3_omni_is_the_processors(built: dict[str, AudioModality], seconds: 
         assert array.shape == np.asarray(expected[name]).shape and np.abs(array - np.asarray(expected[name])).max() < 1e-6
 
 
+@pytest.mark.parametrize("seconds", [0.0101, 0.0201, 0.06, 0.371, 1.0, 7.337, 12.0])
+def test_gemma4_is_the_processors(built: dict[str, AudioModality], seconds: float) -> None:
+    """Frames of a length that is padded to 128 samples, of which the last ones are masked."""
+    modality = built["gemma4"]
+    data, samples = make(seconds)
+    size = modality.read_size(data)
+    folder, config = modality.context.folder, modality.context.model_config
+    extractor = load_feature_extractor(folder)
+    reference = build_processor(folder, config, load_tokenizer(folder), feature_extractor=extractor)
+    expected = extractor([samples], sampling_rate=16_000, return_tensors="np")
+    assert modality.lay_out(size, {}).expansion == reference.replace_audio_token(expected, 0)
+    got = modality.compute_features(data, size, {})
+    assert set(got) == {"input_features", "input_features_mask"}
+    assert np.abs(got["input_features"] - expected["input_features"]).max() < 1e-6
+    assert np.array_equal(got["input_features_mask"], expected["input_features_mask"])
+
+
 @pytest.mark.parametrize("seconds", [0.5, 30.0, 30.1, 61.0])
 def test_voxtral_is_the_processors(built: dict[str, AudioModality], seconds: float) -> None:
     modality = built["voxtral"]
@@ -105,11 +122,13 @@ def test_rates_and_channels(built: dict[str, AudioModality], rate: int, channels
 def test_lengths(built: dict[str, AudioModality]) -> None:
     with pytest.raises(MediaError, match="may have 30"):
         built["qwen2_audio"].read_size(make(30.5)[0])
+    with pytest.raises(MediaError, match="may have 12"):  # 300 rows of 40 milliseconds
+        built["gemma4"].read_size(make(12.1)[0])
     voxtral = built["voxtral"]
     short = AudioModality(ModalityContext(voxtral.context.folder, voxtral.context.model_config, MediaLimits(max_seconds=5)))
     with pytest.raises(MediaError, match="may have 5"):
         short.read_size(make(6)[0])
-    for name, seconds in (("qwen2_audio", 0.0), ("qwen2_audio", 0.001), ("qwen3_omni", 0.0125)):
+    for name, seconds in (("qwen2_audio", 0.0), ("qwen2_audio", 0.001), ("qwen3_omni", 0.0125), ("gemma4", 0.01)):
         data = make(seconds)[0]
         with pytest.raises(MediaError, match=r"no samples|too short"):
             built[name].lay_out(built[name].read_size(data), {})
