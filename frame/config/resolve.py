@@ -192,6 +192,7 @@ class _Solver:
             plugins=plugins,
             reasons=self.reasons | self.chosen.reasons,
             rejected=self.chosen.rejected,
+            lacking_media=self.chosen.lacking_media,
             **sizes,
             **find_refused_params(self.chosen, self.records),
         )

@@ -75,6 +75,7 @@ class Resolved(BaseModel):
     awaits_weights: str = ""  # why those of the checkpoint must not be served before an update; empty: they may
     draft: Resolved | None = None  # of a drafter whose model is that of a model plugin
     rejected: dict[str, dict[str, list[str]]] = {}  # by setting, then by plugin: why it was rejected
+    lacking_media: dict[str, str] = {}  # by modality that the model reads and no plugin can be used for: why
 
     @property
     def batch_folder(self) -> Path | None:

@@ -76,6 +76,8 @@ def choose_media(
         rejected = chosen.reject(KEYS[KIND], KIND, records, requirements)
         raise ResolveError("media.enabled is true, but no modality can be used.", rejected, change=TEXT_ALONE)
     lacking = [name for name in readable if name not in served]
+    if media.modalities is None:
+        chosen.lacking_media |= {name: _explain(chosen, records, name) for name in lacking}
     if media.enabled is None:
         without = f"; not {' and '.join(lacking)}, whose plugins cannot be used" if lacking and served else ""
         unusable = f"false: no plugin for {' and '.join(readable)} can be used"
@@ -129,7 +131,7 @@ def _find_readable(capabilities: Any, model_config: ModelConfig) -> tuple[str, .
     if not isinstance(capabilities, ModelCapabilities) or model_config.encoder_length:
         return ()
     full = model_config.full_config
-    return tuple(name for name in capabilities.modalities if _CONFIGS.get(name, "") in full)
+    return tuple(name for name in capabilities.modalities if full.get(_CONFIGS.get(name, "")) is not None)
 
 
 def _find_obstacles(
@@ -188,6 +190,13 @@ def _choose_plugins(
     chosen.selected[KIND] = [Selection(best[name], "reads it") for name in served]
     chosen.reasons[KEYS[KIND]] = f"what the model reads: {', '.join(served) or 'none'}"
     return tuple(served)
+
+
+def _explain(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]], modality: str) -> str:
+    """Why no plugin for a modality can be used."""
+    rejected = chosen.rejected.get(KEYS[KIND], {})
+    why = ["; ".join(rejected[each.name]) for each in records.get(KIND, ()) if _reads(each) == modality and each.name in rejected]
+    return "; ".join(why) or "no plugin reads it"
 
 
 def _reads(record: PluginRecord) -> str:

@@ -45,6 +45,7 @@ class Choices:
     selected: dict[str, list[Selection]] = field(default_factory=dict)  # by kind
     reasons: dict[str, str] = field(default_factory=dict)  # by setting
     rejected: dict[str, dict[str, list[str]]] = field(default_factory=dict)  # by setting, then by plugin
+    lacking_media: dict[str, str] = field(default_factory=dict)  # see `Resolved.lacking_media`
 
     def note(self, kind: str, key: str, selection: Selection, *, is_open: bool) -> None:
         """Record a selection. `is_open`: the user left the setting open, so its reason is recorded

@@ -53,6 +53,8 @@ def serve(prepared: Prepared, layout: Layout, reread: Callable[[], LoadedConfig]
     report(f"{resolved.served_name} on {resolved.device}, {resolved.dtype}, {resolved.plan}")
     if resolved.device == "cpu" and resolved.dtype == "bfloat16" and (suggestion := suggest_cpu_kernels()) is not None:
         report(suggestion)
+    for modality, why in resolved.lacking_media.items():
+        report(f"{modality} parts are refused: {why}")
     raise_file_limit(resolved.user.server.max_connections)
     deployments: list[Deployment] = []
     try:

@@ -93,8 +93,9 @@ Response = Ready | Decoded | Refused | Died
 
 
 def load_modalities(resolved: Resolved, registry: Registry) -> dict[str, Modality]:
-    """The chosen plugins by what a part of a request says. Where the user names none, those that do
-    not read the checkpoint are left out with a warning. Raises ConfigurationError."""
+    """The chosen plugins by what a part of a request says. Where the user names none and gives them
+    no options, those that do not read the checkpoint are left out with a warning. Raises
+    ConfigurationError."""
     media = resolved.user.media
     is_open = media.enabled is None and media.modalities is None
     limits = MediaLimits(max_pixels=media.max_pixels, max_seconds=media.max_seconds)
@@ -106,7 +107,7 @@ def load_modalities(resolved: Resolved, registry: Registry) -> dict[str, Modalit
         try:
             built[modality] = registry.create(choice, context)
         except ConfigurationError as error:
-            if not is_open:
+            if not is_open or context.processor_options:
                 raise
             log.warning("%s parts are not read: %s", modality, error)
     return built

@@ -89,9 +89,11 @@ class OfflineMedia:
         encoders."""
         if self._resolved.media is None:
             part = parts[0]
-            raise InvalidRequestError(
-                f"{part.param}: this model takes text only, and this part is {part.modality}; leave it out", part.param
-            )
+            why = self._resolved.lacking_media.get(part.modality)
+            sentence = f"{part.modality} parts cannot be read here: {why}"
+            if why is None:
+                sentence = f"this model takes text only, and this part is {part.modality}; leave it out"
+            raise InvalidRequestError(f"{part.param}: {sentence}", part.param)
         with self._lock:
             if self._service is None:
                 self._service = self._start()
@@ -175,12 +177,18 @@ def read_part(modality: str, value: Any, param: str, options: Mapping[str, Any] 
     return MediaPart(modality, source, param, dict(options or {}))
 
 
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B")
+
+
 def _encode_image(value: Any, param: str) -> bytes:
-    """An image of PIL, or pixels, as PNG without loss."""
-    from PIL import Image
+    """An image of PIL, turned as its EXIF data say, or pixels, as PNG: without loss, but for modes
+    that PNG does not have, which become RGB."""
+    from PIL import Image, ImageOps
 
     try:
-        image = Image.fromarray(value) if isinstance(value, np.ndarray) else value
+        image = Image.fromarray(value) if isinstance(value, np.ndarray) else ImageOps.exif_transpose(value)
+        if image.mode not in _PNG_MODES:
+            image = image.convert("RGBA" if image.mode in ("RGBa", "La", "PA") else "RGB")
         data = io.BytesIO()
         image.save(data, "PNG", compress_level=1)
     except (TypeError, ValueError, OSError) as error:

@@ -13,8 +13,10 @@ from frame.config.resolve import pinned, resolve
 from frame.config.resolved import Resolved
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
+from frame.core.errors import ConfigurationError
 from frame.core.interfaces.model import ModelConfig
 from frame.core.interfaces.plugin import PluginRecord, Reason
+from frame.entrypoints.media.media_process import load_modalities
 from frame.plugins.loader import load_registry
 from frame.testing.modality.folders import write_folder
 
@@ -120,6 +122,8 @@ def test_a_missing_package(model: ModelConfig) -> None:
     assert "not video" in resolved.reasons["media.enabled"]
     alone = run(model, make_records(("image",), missing="image"))
     assert alone.media is None and "no plugin for image" in alone.reasons["media.enabled"]
+    assert "pillow" in alone.lacking_media["image"] and list(resolved.lacking_media) == ["video"]
+    assert not run(model).lacking_media
     with pytest.raises(ResolveError, match="pillow"):
         run(model, make_records(("image",), missing="image"), media={"enabled": True})
     with pytest.raises(ResolveError, match="pillow"):
@@ -164,3 +168,11 @@ def test_texts_of_settings() -> None:
     for wrong in ({"limits": "image"}, {"limits": "image=-1"}, {"processor_options": "{"}, {"processor_options": "[1]"}):
         with pytest.raises(ValueError, match="media"):
             FrameConfig.model_validate({"media": wrong})
+
+
+def test_wrong_options_of_a_processor_end_the_start(model: ModelConfig, tmp_path: Path) -> None:
+    registry = load_registry(installed=False)
+    sections = {"model": {"path": str(tmp_path / "model")}}
+    assert set(load_modalities(run(model, **sections), registry)) == {"image", "video"}
+    with pytest.raises(ConfigurationError, match="bogus is no option"):
+        load_modalities(run(model, media={"processor_options": {"bogus": 1}}, **sections), registry)

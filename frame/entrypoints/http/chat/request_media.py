@@ -65,6 +65,8 @@ def check_media(services: Services, parts: Sequence[MediaPart]) -> None:
         return
     known = services.media.placeholders() if services.media is not None else {}
     for part in parts:
+        if (why := services.resolved.lacking_media.get(part.modality)) is not None:
+            raise ApiError(400, f"{part.param}: this server cannot read {part.modality} parts: {why}", part.param)
         if part.modality not in known:
             reads = f"this model reads {', '.join(('text', *known))}" if known else "this model takes text only"
             raise ApiError(400, f"{part.param}: {reads}, and this part is {part.modality}; leave it out", part.param)
