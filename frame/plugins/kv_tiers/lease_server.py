@@ -117,6 +117,8 @@ class LeaseServer:
                 self._num_peers -= 1
         except (LinkError, msgspec.DecodeError, UnicodeDecodeError) as error:
             _log.info("the link to a decode server has ended: %s", error)
+        except asyncio.CancelledError:  # the server closes; asyncio of Python 3.11 logs a cancelled connection as a fault
+            return
         finally:
             self._places.discard(writer)
             writer.close()

@@ -110,6 +110,18 @@ def test_blocks_and_their_order_of_use_survive_a_restart(tmp_path: Path) -> None
         assert [rig.tier.match([key]) for key in keys[2:]] == [1, 0, 0, 0], "what was loaded last stays"
 
 
+def test_an_idle_server_finds_its_blocks_after_a_restart(tmp_path: Path) -> None:
+    """Its engine polls no tier before the first request looks its blocks up."""
+    keys = make_keys(6)
+    with disk(tmp_path / "tier") as rig:
+        rig.store(keys)
+    with disk(tmp_path / "tier") as rig:
+        end = time.monotonic() + 30
+        while rig.tier.match(keys) < len(keys) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert rig.tier.match(keys) == len(keys)
+
+
 def test_another_identity_has_other_blocks(tmp_path: Path) -> None:
     keys = make_keys(3)
     with disk(tmp_path / "tier") as one, disk(tmp_path / "tier", identity="other") as other:
