@@ -11,7 +11,7 @@ repeated, plain: one image after texts that differ, and texts of as many tokens.
 small, large: images of 640 x 360 and 1,920 x 1,080 that all differ, with one output token; `bound`
 is the rate at which their operations, of encoder and prompt, would run at `--flops`.
 gaps: milliseconds between tokens of 32 streams, beside arrivals of large images and of texts of as
-many tokens at the same rate.
+many tokens at the same rate; the median of the rounds.
 """
 
 from __future__ import annotations
@@ -151,21 +151,23 @@ def bound(model: Path, size: tuple[int, int], tokens: int, flops: float) -> floa
     return float(flops / (encoder + prompt))
 
 
-async def measure(server: Server, text_only: Server, arguments: argparse.Namespace) -> dict[str, Any]:
+async def measure(server: Server, text_only: Server | None, arguments: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {"text": [], "text_only": [], "repeated": [], "plain": [], "small": [], "large": []}
     pauses: dict[str, list[float]] = {name: [] for name in rows}
     one, images = make_image(SMALL), arguments.images
     _, with_image, _ = await server.run([make_body(make_text(64), one)], 1)
     _, without, _ = await server.run([make_body(make_text(64))], 1)
-    _, twice, _ = await server.run([make_body(make_text(128))], 1)
-    letters = 64 / (twice - without)  # of a token
+    _, twice, _ = await server.run([make_body(make_text(2048))], 1)
+    letters = (2048 - 64) / (twice - without)  # of a token
     same = 64 + round((with_image - without) * letters)
     prompt_tokens = {}
     for size in (SMALL, LARGE):  # compiles, and fills the pools
         await server.run([make_body(make_text(64), make_image(size)) for _ in range(16)], 16)
-    for each in (server, text_only):
+    for each in (server, *filter(None, [text_only])):
         await each.run([make_body(make_text(same), tokens=64) for _ in range(128)], 128)
-    for _ in range(0 if arguments.only_gaps else arguments.rounds):
+    for _ in range(arguments.rounds):
+        if text_only is None:
+            break
         texts = [make_body(make_text(600), tokens=64) for _ in range(256)]
         for name, each in (("text", server), ("text_only", text_only)):
             await each.flush()
@@ -195,11 +197,15 @@ async def measure(server: Server, text_only: Server, arguments: argparse.Namespa
         report[name]["share"] = report[name]["median"] / report[name]["bound"]
     longest = round(64 + (prompt_tokens["large"] - without) * letters)
     rate = arguments.arrivals
-    report["gaps"] = {
-        "alone": await server.find_gaps(None, rate, 0),
-        "texts": await server.find_gaps(lambda: make_body(make_text(longest)), rate, 3),
-        "images": await server.find_gaps(lambda: make_body(make_text(16), make_image(LARGE)), rate, 3),
+    kinds = {
+        "alone": (None, 0.0),
+        "texts": (lambda: make_body(make_text(longest)), 3.0),
+        "images": (lambda: make_body(make_text(16), make_image(LARGE)), 3.0),
     }
+    repeats = range(arguments.rounds)
+    rounds = [{name: await server.find_gaps(make, rate, seconds) for name, (make, seconds) in kinds.items()} for _ in repeats]
+    report["gaps"] = {name: {key: statistics.median(each[name][key] for each in rounds) for key in rounds[0][name]} for name in kinds}
+    report["gap_rounds"] = rounds
     return report
 
 
@@ -213,14 +219,15 @@ def main() -> None:
     parser.add_argument("--flops", type=float, default=790e12, help="operations a second of large products on the card")
     arguments = parser.parse_args()
     flags = ("--max-total-tokens", "131072", "--max-model-len", "8192", "--max-running-requests", "256")
-    server = Server(arguments.model, 30561, *flags)
-    text_only = Server(arguments.model, 30562, "--language-model-only", *flags)
+    servers = [Server(arguments.model, 30561, *flags)]
+    if not arguments.only_gaps:
+        servers.append(Server(arguments.model, 30562, "--language-model-only", *flags))
     try:
-        for each in (server, text_only):
+        for each in servers:
             each.wait()
-        report = asyncio.run(measure(server, text_only, arguments))
+        report = asyncio.run(measure(servers[0], servers[1] if len(servers) > 1 else None, arguments))
     finally:
-        for each in (server, text_only):
+        for each in servers:
             each.process.terminate()
             each.process.wait()
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
