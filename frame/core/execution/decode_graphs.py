@@ -326,12 +326,21 @@ class DecodeGraphs:
             again = partial(self._redraw, outputs, filters, inputs["drawn_slots"])
             filtered = capture_step(self.platform, pool, again, again)
         step = CapturedSize(planned, outputs, captured, masked, filtered, _list_views(planned))
-        if self.adapters is None:
-            return step
-        self.adapters.is_active = True
-        planned, _, captured = capture(outputs)
-        self.adapters.end_step()
-        return replace(step, adapted=replace(step, batch=planned, captured=captured, views=_list_views(planned)))
+        if self.adapters is not None:
+            self.adapters.is_active = True
+            planned, _, captured = capture(outputs)
+            self.adapters.end_step()
+            step = replace(step, adapted=replace(step, batch=planned, captured=captured, views=_list_views(planned)))
+        return step if pool is None else self._lend_logits(step)
+
+    def _lend_logits(self, step: CapturedSize) -> CapturedSize:
+        """The step without its hold on the logits, whose memory the graphs of smaller sizes use: no
+        replay begins while another one's logits are read."""
+        assert isinstance(self.platform, SupportsGraphs)
+        logits = self.platform.borrow(step.outputs.logits)
+        filtered = step.filtered and (step.filtered[0]._replace(logits=logits), step.filtered[1])
+        adapted = step.adapted and replace(step.adapted, outputs=step.outputs._replace(logits=logits), filtered=filtered)
+        return replace(step, outputs=step.outputs._replace(logits=logits), filtered=filtered, adapted=adapted)
 
     def _draw_again(self, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """Draw the tokens again under `_masks`, into the outputs."""
