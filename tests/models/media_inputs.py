@@ -23,6 +23,9 @@ def make_items(folder: Path, modality: str) -> list[Item]:
     config = json.loads((folder / "config.json").read_text())
     family, vision = config["model_type"], config.get("vision_config") or {}
     draw = torch.Generator().manual_seed(3)
+    if modality == "audio" and family == "gemma4":
+        masks = [(torch.arange(310) < length)[None] for length in (300, 124)]
+        return [{"input_features": torch.randn(1, 310, 16, generator=draw) * mask[..., None], "input_features_mask": mask} for mask in masks]
     if modality == "audio":
         sounds = [torch.randn(count, 16, 3000, generator=draw) for count in ((1, 2) if family == "voxtral" else (1, 1))]
         if family == "voxtral":
@@ -122,7 +125,8 @@ def make_prompt(folder: Path, modality: str, counts: Sequence[int], frames: Sequ
             before = [] if start is None else [start]
             ids += [*before, *[placeholder] * size, 70 + number, 81]
             rows += [-1] * len(before) + list(range(row, row + size)) + [-1, -1]
-            ends += [0] * len(before) + [len(ends) + len(before) + size] * size + [0, 0]
+            end = 0 if modality == "audio" else len(ends) + len(before) + size
+            ends += [0] * len(before) + [end] * size + [0, 0]
             row += size
     kind = {"image": 1, "video": 2, "audio": 3}[modality]
     placed = torch.tensor(rows)

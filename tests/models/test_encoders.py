@@ -378,3 +378,29 @@ def test_short_sounds_beside_long_ones(media_checkpoint: Make) -> None:
     assert tower.conv_chunksize == 32
     tower.conv_chunksize = 1
     torch.testing.assert_close(encode(session, "audio", items), rows, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("architecture", "kind"), [("LlavaNext", "granite"), ("Mistral3", "granite"), ("LlavaOnevision", "llama")])
+def test_text_models_of_other_families_are_refused(media_checkpoint: Make, tmp_path: Path, architecture: str, kind: str) -> None:
+    """Their layers are computed otherwise, although they may have the same tensors."""
+    folder = media_checkpoint(f"{architecture}ForConditionalGeneration")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["model_type"] = kind
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError, match=rf"text_config\.model_type '{kind}' .* model\.implementation: transformers"):
+        open_session(tmp_path)
+
+
+def test_some_layers_of_a_text_model_have_windows(tmp_path: Path) -> None:
+    """InternVL over Qwen3, whose first layers have full attention."""
+    folder = make_media_checkpoint(
+        tmp_path / "model", "InternVLForConditionalGeneration", use_sliding_window=True, sliding_window=4, max_window_layers=1
+    )
+    ids = list(range(20, 50))
+    with torch.inference_mode():
+        expected = load_media_reference(folder)(input_ids=torch.tensor([ids])).logits[0]
+    (computed,) = open_session(folder).step([(1, ids)], {})
+    torch.testing.assert_close(computed, expected, atol=2e-4, rtol=1e-4)
