@@ -25,7 +25,8 @@ def make_items(folder: Path, modality: str) -> list[Item]:
     draw = torch.Generator().manual_seed(3)
     if modality == "audio" and family == "gemma4":
         masks = [(torch.arange(310) < length)[None] for length in (300, 124)]
-        return [{"input_features": torch.randn(1, 310, 16, generator=draw) * mask[..., None], "input_features_mask": mask} for mask in masks]
+        sounds = [torch.randn(1, 310, 16, generator=draw) * mask[..., None] for mask in masks]
+        return [{"input_features": sound, "input_features_mask": mask} for sound, mask in zip(sounds, masks, strict=True)]
     if modality == "audio":
         sounds = [torch.randn(count, 16, 3000, generator=draw) for count in ((1, 2) if family == "voxtral" else (1, 1))]
         if family == "voxtral":
