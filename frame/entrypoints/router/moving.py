@@ -29,6 +29,7 @@ from frame.entrypoints.router.exchange import (
     error_event,
     kept,
     next_chunk,
+    read_sentence,
     read_short,
 )
 from frame.entrypoints.router.replicas import Backend, Backends, Place, RouterMetrics
@@ -248,7 +249,7 @@ class StreamMover:
             if reply.status_code == 200 and HEADER.decode() in reply.headers:
                 return reply
             short = await self._exchange.wait(request, backend, read_short(reply))
-        return short.status, _sentence(short.body)
+        return short.status, read_sentence(short.body)
 
     async def _end(self, stream: _Stream, reason: str, why: str, first: httpx.Response) -> None:
         """End a stream that no replica continues."""
@@ -278,13 +279,3 @@ class _Frames:
             if not self._has_start and kind != DRAINING:
                 raise ValueError("the response has a frame before its start")
         return None if chunk is None else frames
-
-
-def _sentence(body: bytes) -> str:
-    """The message of an error's body."""
-    try:
-        error = msgspec.json.decode(body)
-        error = error.get("error", error)
-        return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
-    except (msgspec.DecodeError, UnicodeDecodeError, AttributeError, RecursionError):
-        return "it sent no reason"

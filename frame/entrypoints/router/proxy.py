@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
@@ -34,8 +35,10 @@ from frame.entrypoints.router.exchange import (
     RoutedRequest,
     ShortReply,
     error_event,
+    find_reason,
     kept,
     next_chunk,
+    read_sentence,
     read_short,
 )
 from frame.entrypoints.router.moving import StreamMover
@@ -61,6 +64,7 @@ STATUS = {"serving": "ok", "joining": "joining", "draining": "draining"}  # of /
 MAX_PREFILLS = 2  # prefill servers that are tried
 FAILED = 400  # statuses from it on: the cache has nothing of the prompt
 MAX_ADAPTERS, MAX_ADAPTER_NAME = 4096, 1024  # names that are remembered, and the bytes of one
+_ABORT_ALL = re.compile(rb'"abort_all"\s*:\s*true')
 
 
 class Proxy:
@@ -286,23 +290,48 @@ class Proxy:
                 return
 
     async def _broadcast(self, request: RoutedRequest) -> None:
-        """Send a request to all replicas that are healthy or asleep: the first answer that is no
-        success, or the first one. A request to abort is answered by the replica that has it."""
-        reachable = [backend for backend in self._all if backend.is_healthy or backend.is_asleep]
-        results = await asyncio.gather(*(self._ask(request, backend) for backend in reachable), return_exceptions=True)
-        failed = [result for result in results if isinstance(result, ApiError)]
-        for result in results:
-            if isinstance(result, BaseException) and result not in failed:
-                raise result
-        replies = [result for result in results if isinstance(result, ShortReply)]
+        """Send a request to all replicas. The response names those that have not done it: they
+        refuse, fail, are lost or join; those that drain are left out. A request to abort is
+        answered by the replica that has it."""
         is_abort = request.path == "/abort_request"
-        told = next((each for each in replies if (each.status < 300) == is_abort), None)
-        if failed and told is None:
-            raise ApiError(failed[0].status, f"{failed[0].message}; the request was sent to all others")
-        if not replies:
-            raise ApiError(503, "no replica is healthy; try again later", retry_after=RETRY_AFTER)
-        self.metrics.count("answered")
-        await (told or replies[0]).send(request.send)
+        asked, missing = self._divide(is_abort=is_abort)
+        request = replace(request, headers=[pair for pair in request.headers if pair[0] != b"accept-encoding"])  # responses are read here
+        results = await asyncio.gather(*(self._ask(request, backend) for backend in asked), return_exceptions=True)
+        failed = [ApiError(502, f"replica {backend.url} is {backend.state}") for backend in missing]
+        done, refused = list[ShortReply](), list[tuple[Backend, ShortReply]]()
+        for backend, result in zip(asked, results, strict=True):
+            if isinstance(result, ApiError):
+                failed.append(result)
+            elif isinstance(result, BaseException):
+                raise result
+            elif result.status < 300:
+                done.append(result)
+            else:
+                refused.append((backend, result))
+        if not asked:
+            why = "".join(f"{error.message}; " for error in failed)
+            raise ApiError(503, f"{why}no replica is healthy; try again later", retry_after=RETRY_AFTER)
+        needs_one = is_abort and _ABORT_ALL.search(request.body) is None
+        is_same = not failed and not done and len({(reply.status, reply.body) for _, reply in refused}) == 1
+        if (done and needs_one) or is_same or len(done) == len(asked) + len(missing):
+            self.metrics.count("answered")
+            await (done[0] if done else refused[0][1]).send(request.send)
+            return
+        sentences = [f"replica {backend.url} answers {reply.status}: {read_sentence(reply.body)}" for backend, reply in refused]
+        sentences += dict.fromkeys(error.message for error in failed)
+        sentences.append(f"{len(done)} of {len(asked) + len(missing)} replicas have done it")
+        status = failed[0].status if failed and (needs_one or not refused) else max(refused[0][1].status, FAILED)
+        raise ApiError(status, "; ".join(sentences), retry_after=RETRY_AFTER if status in REFUSED else None)
+
+    def _divide(self, *, is_abort: bool) -> tuple[list[Backend], list[Backend]]:
+        """-> (the replicas that get a request for all, those that should and cannot)."""
+        asked, missing = list[Backend](), list[Backend]()
+        for backend in self._all:
+            if backend.is_healthy or backend.is_asleep:
+                asked.append(backend)
+            elif backend.state in (("lost",) if is_abort else ("lost", "joining")) and not backend.is_leaving:
+                missing.append(backend)
+        return asked, missing
 
     async def _ask(self, request: RoutedRequest, backend: Backend) -> ShortReply:
         """One replica's answer to a request for all. Raises ApiError that names the replica,
@@ -316,7 +345,7 @@ class Proxy:
             except TimeoutError:
                 raise ApiError(504, f"replica {backend.url} did not answer within {seconds:g} s") from None
             except (LostError, httpx.HTTPError, OSError) as error:
-                raise ApiError(502, f"replica {backend.url} is lost: {error}") from None
+                raise ApiError(502, f"replica {backend.url} is lost: {find_reason(error)}") from None
 
 
 async def _wait_gone(receive: Any) -> None:
