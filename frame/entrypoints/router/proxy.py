@@ -291,8 +291,8 @@ class Proxy:
 
     async def _broadcast(self, request: RoutedRequest) -> None:
         """Send a request to all replicas. The response names those that have not done it: they
-        refuse, fail, are lost or join; those that drain are left out. A request to abort is
-        answered by the replica that has it."""
+        refuse, fail, are lost or join; those that drain are left out. A request to abort goes to
+        these too, and is answered by the replica that has it."""
         is_abort = request.path == "/abort_request"
         asked, missing = self._divide(is_abort=is_abort)
         request = replace(request, headers=[pair for pair in request.headers if pair[0] != b"accept-encoding"])  # responses are read here
@@ -327,9 +327,11 @@ class Proxy:
         """-> (the replicas that get a request for all, those that should and cannot)."""
         asked, missing = list[Backend](), list[Backend]()
         for backend in self._all:
-            if backend.is_healthy or backend.is_asleep:
+            runs_requests = backend.state == "draining" or (backend.state == "joining" and backend.outstanding > 0)
+            was_up = backend.state == "lost" and backend.check_time >= 0  # its requests may go on
+            if backend.is_healthy or backend.is_asleep or (is_abort and runs_requests):
                 asked.append(backend)
-            elif backend.state in (("lost",) if is_abort else ("lost", "joining")) and not backend.is_leaving:
+            elif not backend.is_leaving and (was_up if is_abort else backend.state in ("lost", "joining")):
                 missing.append(backend)
         return asked, missing
 

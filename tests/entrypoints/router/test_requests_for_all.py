@@ -3,6 +3,8 @@ of replicas that have not done it."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -62,3 +64,55 @@ async def test_each_replica_that_fails_is_named_with_what_it_says() -> None:
         reply = await client.post("/flush_cache", json={})
         sentence = f"replica {third.url} is lost: it does not accept connections; 2 of 3 replicas have done it"
         assert (reply.status_code, reply.json()["error"]["message"]) == (502, sentence)
+
+
+class Holder(Server):
+    """Has the request "here" and aborts it once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = set[str]()
+
+    async def _reply(self, scope: Any, body: bytes, send: Any) -> None:
+        fields = json.loads(body)
+        rid, has_all = fields.get("rid", ""), fields.get("abort_all", False)
+        is_there = rid in self.held or has_all
+        self.held.discard(rid)
+        await self._send(send, 200 if is_there else 404, b"{}" if is_there else b'{"error": {"message": "none"}}')
+
+
+async def test_a_request_on_a_draining_replica_is_aborted() -> None:
+    """After SIGTERM, after an operator removed it, and after it was added again and no check has
+    succeeded yet."""
+    first, second = Holder(), Holder()
+    async with routed(first, second, urls=("http://127.0.0.1:9",)) as (client, backends, _):
+        await asyncio.gather(*(backends.check(backend, is_suspect=True) for backend in backends.all))
+        assert backends.all[0].state == "lost"  # and was never up, so it has no request
+        leaving = backends.all[1]
+        for change in ("SIGTERM", "removed", "added again"):
+            if change == "SIGTERM":
+                leaving.state = "draining"
+            elif change == "removed":
+                backends.remove(leaving)
+            else:
+                backends.add(first.url, "admin")
+                leaving.outstanding += 1
+            first.held.add("here")
+            aborted = await client.post("/abort_request", json={"rid": "here"})
+            assert (aborted.status_code, first.held) == (200, set()), change
+            again = await client.post("/abort_request", json={"rid": "here"})
+            assert (again.status_code, again.text) == (404, '{"error": {"message": "none"}}'), change
+        leaving.outstanding -= 1
+
+
+async def test_a_lost_replica_may_have_the_request_to_abort() -> None:
+    first, second = Holder(), Holder()
+    async with routed(first, second) as (client, backends, _):
+        await asyncio.gather(*(backends.check(backend) for backend in backends.all))
+        second.held.add("here")
+        backends.mark_lost(backends.all[0], "it hangs")
+        assert (await client.post("/abort_request", json={"rid": "here"})).status_code == 200
+        unknown = await client.post("/abort_request", json={"rid": "here"})
+        assert (unknown.status_code, f"replica {first.url} is lost; 0 of 2" in unknown.text) == (502, True)
+        everything = await client.post("/abort_request", json={"abort_all": True})
+        assert (everything.status_code, f"replica {first.url} is lost; 1 of 2" in everything.text) == (502, True)
