@@ -27,6 +27,7 @@ from frame.entrypoints.router.exchange import (
     Parts,
     RoutedRequest,
     error_event,
+    find_reason,
     kept,
     next_chunk,
     read_sentence,
@@ -114,7 +115,7 @@ class StreamMover:
                     moved, _ = await stream.record_loss(place.backend, is_silent=lost.is_silent)
                     moved = moved or await self._move(stream, routing, place, is_lost=True)
                     if not isinstance(moved, httpx.Response):
-                        await self._end(stream, str(lost), moved, first)
+                        await self._end(stream, f"replica {place.backend.url} is lost: {lost}", moved, first)
                         return
                 assert isinstance(moved, httpx.Response)
                 await reply.aclose()
@@ -135,10 +136,10 @@ class StreamMover:
             except (LostError, httpx.HTTPError, OSError, ValueError) as error:
                 await backend.group.check(backend, is_suspect=True)
                 log.warning("a stream breaks off: replica %s is lost: %s", backend.url, error)
-                reason = f"replica {backend.url} is lost: {error or type(error).__name__}"
-                return LostError(reason, was_sent=True, is_silent=isinstance(error, LostError) and error.is_silent)
+                is_silent = isinstance(error, LostError) and error.is_silent
+                return LostError(find_reason(error), was_sent=True, is_silent=is_silent)
             if received is None:
-                return LostError(f"replica {backend.url} ended the answer too early", was_sent=True)
+                return LostError("it ended the answer too early", was_sent=True)
             for kind, record, body in received:
                 await self._take(stream, kind, record, body, first)
             wants_move = (stream.is_asked or backend.state == "draining") and time.monotonic() >= until
@@ -218,7 +219,7 @@ class StreamMover:
                         tried, deadline = tried - late, time.monotonic() + MOVE_TIME
                 continue
             except (ApiError, httpx.HTTPError, OSError) as error:
-                reason = f"replica {backend.url} failed: {error}"
+                reason = str(error) if isinstance(error, ApiError) else f"replica {backend.url} failed: {find_reason(error)}"
                 continue
             finally:
                 if not has_moved:
