@@ -40,6 +40,7 @@ FIRST_TOKENS = 4096  # that are kept
 PATIENCE = 2  # failed checks after which a replica is unhealthy
 MIN_SILENCE, MAX_SILENCE = 1.0, 10.0  # seconds that a check waits for an answer
 SLOW_CHECK = 4.0  # times the time of answered checks that a check waits
+OPERATOR = "admin"  # the source of replicas that an operator added
 STEP = 0.1  # seconds of a wait that count at most where the router itself is late
 MAX_CHECKS = 3  # without an answer, of a replica
 
@@ -49,9 +50,8 @@ class Backend:
     """One server. `lost` is set while it is lost: requests that wait for it give up. One that is
     asleep or drains gets no new requests, and keeps those that it has. `instance`: its process,
     `identity`: of what its tokens depend on, where it has a fleet key and the router's version of
-    handoffs; else empty. `source`: what
-    named it. `is_leaving`: it drains until it has no requests. `is_removed`: by an operator, so its
-    source does not bring it back."""
+    handoffs; else empty. `sources`: what names it; "" is the command line. `is_leaving`: it drains
+    until it has no requests. `is_removed`: by an operator, so no source brings it back."""
 
     url: str
     number: int
@@ -63,7 +63,7 @@ class Backend:
     failed_checks: int = 0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     watchers: set[asyncio.Future[None]] = field(default_factory=set)  # that end when it is lost
-    source: str = ""
+    sources: set[str] = field(default_factory=lambda: {""})
     is_leaving: bool = False
     is_removed: bool = False
     first_bytes: FirstBytes = field(default_factory=FirstBytes)
@@ -138,29 +138,35 @@ class Backends:
         backend = self.find(url)
         if backend is None:
             number = next(number for number in count() if number not in self._members)  # small ones: policies keep bits for them
-            backend = Backend(url, number, self, "joining", source=source)
+            backend = Backend(url, number, self, "joining", sources=set())
             self._members = dict(sorted({**self._members, number: backend}.items()))
             log.info("replica %s joins", url)
         elif backend.is_leaving:
             backend.is_leaving = backend.is_removed = False
             backend.state = "joining"
+        backend.sources.add(source)
         return backend
 
     def remove(self, backend: Backend) -> None:
-        """Let a replica drain and then leave, whatever its source says."""
+        """Let a replica drain and then leave, and stay away while a source names it."""
         backend.is_removed = True
+        backend.sources -= {"", OPERATOR}
         self._let_leave(backend)
 
     def update(self, source: str, urls: Sequence[str]) -> None:
         """These are all replicas that the source names now."""
         named = set(urls)
         for backend in self.all:
-            if backend.source == source and backend.url not in named:
-                backend.is_removed = False
-                self._let_leave(backend)
+            if source in backend.sources and backend.url not in named:
+                backend.sources.discard(source)
+                if not backend.sources:
+                    backend.is_removed = False
+                    self._let_leave(backend)
         for url in urls:
             known = self.find(url)
-            if known is None or (known.is_leaving and not known.is_removed):
+            if known is not None and known.is_removed:
+                known.sources.add(source)
+            else:
                 self.add(url, source)
 
     def _let_leave(self, backend: Backend) -> None:
@@ -171,10 +177,9 @@ class Backends:
             backend.state = "draining"
 
     def _drop_left(self) -> None:
-        """Forget replicas that have drained. One that its source still names stays known."""
+        """Forget replicas that have drained. One that a source still names stays known."""
         for backend in self.all:
-            is_named = backend.is_removed and backend.source not in ("", "admin")
-            if backend.is_leaving and not is_named and (not backend.outstanding or backend.state == "lost"):
+            if backend.is_leaving and not backend.sources and (not backend.outstanding or backend.state == "lost"):
                 del self._members[backend.number]
                 for check in backend.checks:
                     check.cancel()

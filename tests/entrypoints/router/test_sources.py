@@ -1,0 +1,70 @@
+"""Replicas that several sources of a router name: when they leave, how many there are, and
+addresses that are the same server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from frame.entrypoints.router.discovery import Source, watch_sources
+from tests.entrypoints.router.fake_replica import FakeReplica, routed
+from tests.entrypoints.router.test_membership import admin_of, reach, states
+
+
+async def test_a_replica_leaves_when_the_last_source_drops_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of two files, the command line and an operator. Until then it serves without a break."""
+    caplog.set_level(logging.INFO)
+    replica, other = FakeReplica(), FakeReplica()
+    files = [tmp_path / "a", tmp_path / "b"]
+
+    def num_drains() -> int:
+        return sum("it drains" in record.message for record in caplog.records)
+
+    async with routed(other) as (_, backends, _), admin_of(backends) as admin:
+        await replica.start()
+        for file in files:
+            file.write_text(f"{replica.url}\n{other.url}\n")
+        sources = [Source(str(file)) for file in files]
+        watching = asyncio.gather(backends.watch(), watch_sources(sources, 0.05, backends.update, {}))
+        await reach(lambda: states(backends) == {other.url: "serving", replica.url: "serving"})
+        files[0].write_text("#\n")
+        await asyncio.sleep(0.6)
+        assert (states(backends), num_drains()) == ({other.url: "serving", replica.url: "serving"}, 0)
+        assert [each["source"] for each in (await admin.get("/replicas")).json()["replicas"]] == [str(files[1])] * 2
+        await admin.post("/replicas", json={"url": replica.url})
+        files[1].write_text("#\n")
+        await asyncio.sleep(0.6)
+        assert (states(backends), num_drains()) == ({other.url: "serving", replica.url: "serving"}, 0)
+        files[0].write_text(f"{replica.url}\n")
+        await reach(lambda: len(backends.all[1].sources) == 2)
+        await admin.request("DELETE", "/replicas", json={"url": replica.url})
+        files[1].write_text(f"{replica.url}\n")
+        await asyncio.sleep(0.6)
+        assert states(backends)[replica.url] == "draining"
+        files[0].write_text("#\n")
+        await asyncio.sleep(0.6)
+        assert states(backends)[replica.url] == "draining"  # the other file names it
+        files[1].write_text("#\n")
+        await reach(lambda: states(backends) == {other.url: "serving"})
+        assert num_drains() == 1
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+    await replica.kill()
+
+
+async def test_a_removed_replica_of_the_command_line_stays_away_while_a_file_names_it() -> None:
+    replica = FakeReplica()
+    async with routed(replica) as (_, backends, _), admin_of(backends) as admin:
+        backends.update("a file", [replica.url])
+        watching = asyncio.create_task(backends.watch())
+        await admin.request("DELETE", "/replicas", json={"url": replica.url})
+        for _ in range(5):
+            await asyncio.sleep(0.1)
+            backends.update("a file", [replica.url])
+            assert states(backends) == {replica.url: "draining"}
+        assert (await admin.post("/replicas", json={"url": replica.url})).status_code == 200
+        await reach(lambda: states(backends) == {replica.url: "serving"})
+        watching.cancel()
