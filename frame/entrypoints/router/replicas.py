@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from frame.entrypoints.handoff import FLEET, KV_EVENTS, LOAD, VERSION
 from frame.entrypoints.router.cached_prefixes import CachedPrefixes, PromptPrefixes
+from frame.entrypoints.router.discovery import MAX_REPLICAS
 from frame.entrypoints.router.first_bytes import FirstBytes, judge_slowness
 from frame.entrypoints.router.scaling import DesiredReplicas, FleetSignals, find_percentile, read_inter_token
 from frame.interfaces.routing import RoutingRequest
@@ -123,6 +124,7 @@ class Backends:
         self._client, self._interval = client, interval
         self._chooser = chooser or ReplicaChooser(None)
         self.prefixes = prefixes
+        self._num_waiting = dict[str, int]()  # by source, replicas beyond `MAX_REPLICAS`
         self.desired: DesiredReplicas | None = None  # set where the fleet has latency targets
         self.first_tokens: deque[tuple[float, float]] = deque(maxlen=FIRST_TOKENS)  # (when, seconds) of streams
 
@@ -154,8 +156,8 @@ class Backends:
         self._let_leave(backend)
 
     def update(self, source: str, urls: Sequence[str]) -> None:
-        """These are all replicas that the source names now."""
-        named = set(urls)
+        """These are all replicas that the source names now. Those that do not fit wait."""
+        named, num_waiting = set(urls), 0
         for backend in self.all:
             if source in backend.sources and backend.url not in named:
                 backend.sources.discard(source)
@@ -166,8 +168,13 @@ class Backends:
             known = self.find(url)
             if known is not None and known.is_removed:
                 known.sources.add(source)
+            elif known is None and len(self._members) >= MAX_REPLICAS:
+                num_waiting += 1
             else:
                 self.add(url, source)
+        if num_waiting != self._num_waiting.get(source, 0):
+            log.warning("%d replicas of %s wait: the router has at most %d", num_waiting, source, MAX_REPLICAS)
+        self._num_waiting[source] = num_waiting
 
     def _let_leave(self, backend: Backend) -> None:
         if not backend.is_leaving:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from frame.entrypoints.router.discovery import Source, watch_sources
+from frame.entrypoints.router.connections import open_client
+from frame.entrypoints.router.discovery import MAX_REPLICAS, Source, watch_sources
+from frame.entrypoints.router.replicas import Backends
 from tests.entrypoints.router.fake_replica import FakeReplica, routed
 from tests.entrypoints.router.test_membership import admin_of, reach, states
 
@@ -68,3 +70,19 @@ async def test_a_removed_replica_of_the_command_line_stays_away_while_a_file_nam
         assert (await admin.post("/replicas", json={"url": replica.url})).status_code == 200
         await reach(lambda: states(backends) == {replica.url: "serving"})
         watching.cancel()
+
+
+async def test_all_sources_together_have_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+    """Replicas beyond it wait until others have left."""
+    urls = [f"http://10.1.{number >> 8}.{number & 255}:1" for number in range(MAX_REPLICAS + 2)]
+    backends = Backends(urls[:1], open_client(), 1.0)
+    backends.update("a", urls[1:1000])
+    for _ in range(2):
+        backends.update("b", urls[990:])
+    assert ([*states(backends)], len(caplog.records)) == (urls[:MAX_REPLICAS], 1)
+    backends.update("a", urls[10:1000])
+    backends.update("b", urls[990:])
+    assert len(backends.all) == MAX_REPLICAS  # they drain
+    backends._drop_left()
+    backends.update("b", urls[990:])
+    assert {*states(backends)} == {*urls[:1], *urls[10:]}
