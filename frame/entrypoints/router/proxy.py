@@ -83,7 +83,7 @@ class Proxy:
         key: FleetKey | None = None,
     ) -> None:
         self.backends, self._prefill, self.metrics = backends, prefill, RouterMetrics(backends, prefill)
-        self._max_body = max_body
+        self._max_body, self._via = max_body, client.headers["via"].encode()
         self._exchange = Exchange(client, self.metrics)
         self._key = key
         self._mover = None if key is None else StreamMover(key, backends, self._exchange, self.metrics)
@@ -94,7 +94,9 @@ class Proxy:
         if scope["type"] != "http":
             raise RuntimeError(f"the router does not serve {scope['type']}")
         path = scope["path"]
-        if path in ("/health", "/health/ready", "/readyz", "/ping", "/health/live", "/livez"):
+        if self._has_seen(scope):
+            await self._serve(scope, receive, send)  # which refuses it
+        elif path in ("/health", "/health/ready", "/readyz", "/ping", "/health/live", "/livez"):
             status = {backend.url: STATUS.get(backend.state, "unhealthy") for backend in self._all}
             is_ok = path in ("/health/live", "/livez") or bool(self.backends.healthy)
             await _respond(send, 200 if is_ok else 503, json.dumps({"replicas": status}).encode(), retry=not is_ok)
@@ -102,6 +104,10 @@ class Proxy:
             await _respond(send, 200, self.metrics.render(), b"text/plain; version=0.0.4; charset=utf-8")
         else:
             await self._serve(scope, receive, send)
+
+    def _has_seen(self, scope: Any) -> bool:
+        """Whether this router has sent the request."""
+        return any(name == b"via" and self._via in value for name, value in scope["headers"])
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         is_websocket = scope.pop("hand_over", None) is not None
@@ -116,12 +122,15 @@ class Proxy:
         try:
             if is_websocket:
                 raise ApiError(400, "the router passes no WebSockets on; connect to a server itself")
+            if self._has_seen(scope):
+                sentence = "the request came back to this router: one of its replicas is the router itself, or leads to it; remove that one"
+                raise ApiError(508, sentence)
             if any(name == HEADER for name, _ in headers):
                 raise ApiError(400, f"{HEADER.decode()} is a header between router and servers; leave it out")
             if not target.startswith(b"/"):
                 raise ApiError(400, f"the request's target is {target[:40].decode('latin-1')!r}; send a path that begins with /")
             body, gone = await context.body(), asyncio.create_task(_wait_gone(receive))
-            headers.append((b"x-request-id", name.encode()))
+            headers += [(b"x-request-id", name.encode()), (b"via", self._via)]
             try:
                 path = scope["path"].removesuffix("/")
                 request = RoutedRequest(scope["method"], target, path, headers, body, name, send, gone)

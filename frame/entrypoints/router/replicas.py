@@ -290,6 +290,11 @@ class Backends:
         if isinstance(reply, httpx.Response):
             reason = "" if reply.status_code == 200 else f"/health answers {reply.status_code}"
             announced = reply.headers.get("x-frame-state", "")
+            if reply.status_code == 508:  # a router refuses its own request
+                if not backend.is_leaving:
+                    log.error("replica %s is this router itself: it is removed", backend.url)
+                    self.remove(backend)
+                return
         elif reply is not None:
             reason = f"{type(reply).__name__} {reply}".strip()
         if reply is not None:
