@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from frame.core.errors import ConfigError
 from frame.entrypoints.router.connections import open_client
-from frame.entrypoints.router.discovery import MAX_REPLICAS, Source, watch_sources
+from frame.entrypoints.router.discovery import MAX_REPLICAS, Source, check_url, watch_sources
 from frame.entrypoints.router.replicas import Backends
 from tests.entrypoints.router.fake_replica import FakeReplica, routed
 from tests.entrypoints.router.test_membership import admin_of, reach, states
@@ -86,3 +87,54 @@ async def test_all_sources_together_have_a_limit(caplog: pytest.LogCaptureFixtur
     backends._drop_left()
     backends.update("b", urls[990:])
     assert {*states(backends)} == {*urls[:1], *urls[10:]}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "address"),
+    [("HTTP://Host.Example:08000/", "http://host.example:8000"),
+     ("http://host:", "http://host"),
+     ("http://host:80/", "http://host"),
+     ("https://host:443", "https://host"),
+     ("https://host:80", "https://host:80"),
+     ("http://host:443", "http://host:443"),
+     ("http://[0:0::0001]:8000", "http://[::1]:8000"),
+     ("http://[FD00::A]:80", "http://[fd00::a]"),
+     ("http://host.:8000", "http://host.:8000"),
+     ("http://a_b-c.svc:1", "http://a_b-c.svc:1"),
+     (f"http://{'a' * 63}.b:1", f"http://{'a' * 63}.b:1")],
+)  # fmt: skip
+def test_spellings_of_an_address_are_one(spelling: str, address: str) -> None:
+    assert (check_url(spelling), check_url(address)) == (address, address)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [("http://host:0", "a port from 1 to 65535"),
+     ("http://host:00", "a port from 1 to 65535"),
+     (f"http://{'a' * 64}:1", "labels have 1 to 63"),
+     (f"http://{'a.' * 127}b:1", "at most 253 characters"),
+     ("http://a..b:1", "labels have 1 to 63"),
+     ("http://.a:1", "labels have 1 to 63"),
+     ("http://.:1", "labels have 1 to 63"),
+     ("http://-:1", "not dashes alone"),
+     ("http://a.--.b:1", "not dashes alone"),
+     ("http://[v1.a]:1", "write http://HOST:PORT or"),
+     ("http://[::1::]:1", "write http://HOST:PORT or"),
+     ("http://" + "a." * 5000 + "b", "at most 253 characters")],
+)  # fmt: skip
+def test_addresses_that_no_server_can_have(wrong: str, words: str) -> None:
+    with pytest.raises(ConfigError, match="write http://HOST:PORT") as refusal:
+        check_url(wrong)
+    assert words in str(refusal.value)
+    assert len(str(refusal.value)) < 300
+
+
+async def test_an_operator_names_one_server_by_any_spelling() -> None:
+    replica = FakeReplica()
+    async with routed(replica) as (_, backends, _), admin_of(backends) as admin:
+        port = replica.url.rpartition(":")[2]
+        for spelling in (f"HTTP://127.0.0.1:{port}", f"http://127.0.0.1:0{port}/"):
+            reply = await admin.post("/replicas", json={"url": spelling})
+            assert (reply.status_code, reply.json()["url"], len(backends.all)) == (200, replica.url, 1)
+        for wrong in ("http://127.0.0.1:0", "http://..:80"):
+            assert (await admin.post("/replicas", json={"url": wrong})).status_code == 400
