@@ -76,7 +76,7 @@ def command(
     from frame.entrypoints.handoff import read_fleet_key
     from frame.entrypoints.http.protocol.listening import bound_port
     from frame.entrypoints.keys import AdminKey, is_local
-    from frame.entrypoints.router.discovery import Source, check_url
+    from frame.entrypoints.router.discovery import MAX_REPLICAS, Source, check_url
     from frame.entrypoints.router.scaling import ScalingTargets
     from frame.entrypoints.router.server import RouterSettings, load_policy, route
     from frame.entrypoints.tls import load_pair
@@ -93,6 +93,8 @@ def command(
         raise ConfigError("--admin-key is empty; give a key")
     flag, servers = ("--decode", decodes) if decodes else ("--replica", replicas)
     urls, prefill_urls = tuple(check_url(url, flag) for url in servers), tuple(check_url(url, "--prefill") for url in prefills)
+    if len(urls) > MAX_REPLICAS or len(prefill_urls) > MAX_REPLICAS:
+        raise ConfigError(f"{flag} or --prefill names more than {MAX_REPLICAS} servers; start several routers")
     if len({*urls, *prefill_urls}) < len(urls) + len(prefill_urls):
         raise ConfigError(f"{flag if len({*urls}) < len(urls) else '--prefill'} names a server twice")
     targets, key = None, read_fleet_key()

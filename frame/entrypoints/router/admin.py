@@ -17,11 +17,10 @@ from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.keys import AdminKey
 from frame.entrypoints.logs import request_id_of
 from frame.entrypoints.router.discovery import MAX_REPLICAS, check_url
-from frame.entrypoints.router.replicas import Backends
+from frame.entrypoints.router.replicas import OPERATOR, Backends
 
 MAX_BODY = 16 * 1024  # bytes
 PAUSE = 10.0  # seconds between two pieces of a body
-SOURCE = "admin"  # of replicas that were added here
 
 
 class _Replica(msgspec.Struct, forbid_unknown_fields=True):
@@ -74,7 +73,7 @@ class AdminApp:
         known = self._backends.find(url)
         if known is None and len(self._backends.all) >= MAX_REPLICAS:
             raise ApiError(409, f"the router has {MAX_REPLICAS} replicas; remove one", "url")
-        added = self._backends.add(url, SOURCE)
+        added = self._backends.add(url, OPERATOR)
         return 200 if added is known else 201, {"url": added.url, "state": added.state}
 
     def _remove(self, url: str) -> tuple[int, Any]:
@@ -85,5 +84,8 @@ class AdminApp:
         return 202, {"url": url, "state": backend.state}
 
     def _list(self) -> list[dict[str, Any]]:
-        fields = ("url", "state", "outstanding", "source", "is_suspended")
-        return [{name: getattr(backend, name) for name in fields} for backend in self._backends.all]
+        fields = ("url", "state", "outstanding", "is_suspended")
+        return [
+            {**{name: getattr(backend, name) for name in fields}, "source": ", ".join(sorted(backend.sources - {""}))}
+            for backend in self._backends.all
+        ]

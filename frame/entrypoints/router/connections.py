@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import secrets
 import ssl
 import sys
 import time
@@ -44,8 +45,8 @@ class InformationalError(ResponseHeadError):
 
 
 def open_client() -> httpx.AsyncClient:
-    """A client that adds no headers of its own, and sends no cookie of one answer with another
-    request. It waits for answers without a time limit."""
+    """A client that adds no header of its own but `Via` with a name of this client, and sends no
+    cookie of one answer with another request. It waits for answers without a time limit."""
     if importlib.util.find_spec("sniffio") is None:
         # httpcore imports it at each request, and a failed import searches all of `sys.path`
         sys.modules.setdefault("sniffio", None)  # type: ignore[arg-type]
@@ -53,6 +54,7 @@ def open_client() -> httpx.AsyncClient:
     client = httpx.AsyncClient(transport=_Transport(), timeout=httpx.Timeout(None, connect=CONNECT), trust_env=False, cookies=no_cookies)
     for name in ("accept", "accept-encoding", "user-agent"):
         del client.headers[name]  # the client's own are passed on
+    client.headers["via"] = f"1.1 frame-{secrets.token_hex(16)}"  # RFC 9110, section 7.6.3
     return client
 
 

@@ -12,35 +12,49 @@ import logging
 import re
 import socket
 from collections.abc import Callable
+from ipaddress import IPv6Address
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 
 from frame.core.errors import ConfigError
+from frame.entrypoints.http.errors import quoted
 
 log = logging.getLogger(__name__)
 
 MAX_REPLICAS = 1024
 MAX_FILE = 1 << 20  # bytes
 LOOKUP_TIME = 10.0  # seconds
+MAX_HOST, MAX_LABEL = 253, 63  # characters of a name, and between two of its dots
+_PORTS = {"http": 80, "https": 443}  # that an address without one means
 _HOST = re.compile(r"[A-Za-z0-9_.:-]+")
 
 
 def check_url(url: str, flag: str = "--replica") -> str:
-    """The address of a server. Raises ConfigError unless it is http(s)://host[:port]."""
+    """The address of a server, the same for each way to write it: no name is looked up. Raises
+    ConfigError unless it is http(s)://host[:port]."""
+    host, port = "", None
     try:
         address = urlsplit(url)
-        is_valid = address.scheme in ("http", "https") and address.path in ("", "/") and not set(url) & set("?#")
-        is_valid = is_valid and bool(_HOST.fullmatch(address.hostname or "")) and not url[:1].isspace()
-        _ = address.port, httpx.URL(url).host  # which refuses more
+        is_valid = address.scheme in _PORTS and address.path in ("", "/") and not set(url) & set("?#")
+        host, port = address.hostname or "", address.port
+        is_valid = is_valid and bool(_HOST.fullmatch(host)) and not url[:1].isspace() and ("[" in address.netloc) == (":" in host)
+        _ = httpx.URL(url).host  # which refuses more
+        host = f"[{IPv6Address(host)}]" if ":" in host else host
     except (ValueError, httpx.InvalidURL):
         address, is_valid = None, False
     if address is not None and address.username is not None:
         raise ConfigError(f"{flag} has a user name, which the router does not send; write http://HOST:PORT or https://HOST:PORT")
-    if not is_valid:
-        raise ConfigError(f"{flag} is {url!r}; write http://HOST:PORT or https://HOST:PORT")
-    return url.rstrip("/")
+    if address is None or not is_valid:
+        raise ConfigError(f"{flag} is {quoted(url)}; write http://HOST:PORT or https://HOST:PORT")
+    if port == 0:
+        raise ConfigError(f"{flag} is {quoted(url)}, without a port to connect to; write http://HOST:PORT, with a port from 1 to 65535")
+    labels = host.removesuffix(".").split(".")
+    if ":" not in host and (len(host) > MAX_HOST or any(not 1 <= len(label) <= MAX_LABEL or not label.strip("-") for label in labels)):
+        limits = f"a HOST of at most {MAX_HOST} characters, whose labels have 1 to {MAX_LABEL}, not dashes alone"
+        raise ConfigError(f"{flag} is {quoted(url)}; write http://HOST:PORT, with {limits}")
+    return f"{address.scheme}://{host}" + ("" if port in (None, _PORTS[address.scheme]) else f":{port}")
 
 
 class Source:
@@ -77,11 +91,11 @@ class Source:
 
     async def _look_up(self) -> list[str]:
         assert self._name is not None
-        port = self._name.port or 80
+        port = f":{self._name.port}" if self._name.port else ""
         async with asyncio.timeout(LOOKUP_TIME):
-            addresses = await asyncio.get_running_loop().getaddrinfo(self._name.hostname, port, type=socket.SOCK_STREAM)
+            addresses = await asyncio.get_running_loop().getaddrinfo(self._name.hostname, self._name.port or 80, type=socket.SOCK_STREAM)
         hosts = sorted({str(address[0]) for *_, address in addresses})
-        return _bounded([f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in hosts])
+        return _bounded([f"http://[{host}]{port}" if ":" in host else f"http://{host}{port}" for host in hosts])
 
 
 def _bounded(urls: list[str]) -> list[str]:

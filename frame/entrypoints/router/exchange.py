@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 
 from frame.entrypoints.handoff import HEADER
 from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedError
@@ -260,3 +261,18 @@ async def read_short(reply: httpx.Response) -> ShortReply:
 
 async def next_chunk(chunks: Any) -> bytes | None:
     return await anext(chunks, None)
+
+
+def read_sentence(body: bytes) -> str:
+    """The message of an error's body."""
+    try:
+        error = msgspec.json.decode(body)
+        error = error.get("error", error)
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+    except (msgspec.DecodeError, UnicodeDecodeError, AttributeError, RecursionError):
+        return "it sent no reason"
+
+
+def find_reason(error: Exception) -> str:
+    """Why a replica is lost. The text of HTTP errors may quote bytes of another response."""
+    return type(error).__name__ if isinstance(error, httpx.HTTPError) or not str(error) else str(error)

@@ -27,8 +27,10 @@ from frame.entrypoints.router.exchange import (
     Parts,
     RoutedRequest,
     error_event,
+    find_reason,
     kept,
     next_chunk,
+    read_sentence,
     read_short,
 )
 from frame.entrypoints.router.replicas import Backend, Backends, Place, RouterMetrics
@@ -113,7 +115,7 @@ class StreamMover:
                     moved, _ = await stream.record_loss(place.backend, is_silent=lost.is_silent)
                     moved = moved or await self._move(stream, routing, place, is_lost=True)
                     if not isinstance(moved, httpx.Response):
-                        await self._end(stream, str(lost), moved, first)
+                        await self._end(stream, f"replica {place.backend.url} is lost: {lost}", moved, first)
                         return
                 assert isinstance(moved, httpx.Response)
                 await reply.aclose()
@@ -134,10 +136,10 @@ class StreamMover:
             except (LostError, httpx.HTTPError, OSError, ValueError) as error:
                 await backend.group.check(backend, is_suspect=True)
                 log.warning("a stream breaks off: replica %s is lost: %s", backend.url, error)
-                reason = f"replica {backend.url} is lost: {error or type(error).__name__}"
-                return LostError(reason, was_sent=True, is_silent=isinstance(error, LostError) and error.is_silent)
+                is_silent = isinstance(error, LostError) and error.is_silent
+                return LostError(find_reason(error), was_sent=True, is_silent=is_silent)
             if received is None:
-                return LostError(f"replica {backend.url} ended the answer too early", was_sent=True)
+                return LostError("it ended the answer too early", was_sent=True)
             for kind, record, body in received:
                 await self._take(stream, kind, record, body, first)
             wants_move = (stream.is_asked or backend.state == "draining") and time.monotonic() >= until
@@ -217,7 +219,7 @@ class StreamMover:
                         tried, deadline = tried - late, time.monotonic() + MOVE_TIME
                 continue
             except (ApiError, httpx.HTTPError, OSError) as error:
-                reason = f"replica {backend.url} failed: {error}"
+                reason = str(error) if isinstance(error, ApiError) else f"replica {backend.url} failed: {find_reason(error)}"
                 continue
             finally:
                 if not has_moved:
@@ -248,7 +250,7 @@ class StreamMover:
             if reply.status_code == 200 and HEADER.decode() in reply.headers:
                 return reply
             short = await self._exchange.wait(request, backend, read_short(reply))
-        return short.status, _sentence(short.body)
+        return short.status, read_sentence(short.body)
 
     async def _end(self, stream: _Stream, reason: str, why: str, first: httpx.Response) -> None:
         """End a stream that no replica continues."""
@@ -278,13 +280,3 @@ class _Frames:
             if not self._has_start and kind != DRAINING:
                 raise ValueError("the response has a frame before its start")
         return None if chunk is None else frames
-
-
-def _sentence(body: bytes) -> str:
-    """The message of an error's body."""
-    try:
-        error = msgspec.json.decode(body)
-        error = error.get("error", error)
-        return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
-    except (msgspec.DecodeError, UnicodeDecodeError, AttributeError, RecursionError):
-        return "it sent no reason"

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
@@ -34,8 +35,10 @@ from frame.entrypoints.router.exchange import (
     RoutedRequest,
     ShortReply,
     error_event,
+    find_reason,
     kept,
     next_chunk,
+    read_sentence,
     read_short,
 )
 from frame.entrypoints.router.moving import StreamMover
@@ -61,6 +64,7 @@ STATUS = {"serving": "ok", "joining": "joining", "draining": "draining"}  # of /
 MAX_PREFILLS = 2  # prefill servers that are tried
 FAILED = 400  # statuses from it on: the cache has nothing of the prompt
 MAX_ADAPTERS, MAX_ADAPTER_NAME = 4096, 1024  # names that are remembered, and the bytes of one
+_ABORT_ALL = re.compile(rb'"abort_all"\s*:\s*true')
 
 
 class Proxy:
@@ -79,7 +83,7 @@ class Proxy:
         key: FleetKey | None = None,
     ) -> None:
         self.backends, self._prefill, self.metrics = backends, prefill, RouterMetrics(backends, prefill)
-        self._max_body = max_body
+        self._max_body, self._via = max_body, client.headers["via"].encode()
         self._exchange = Exchange(client, self.metrics)
         self._key = key
         self._mover = None if key is None else StreamMover(key, backends, self._exchange, self.metrics)
@@ -90,7 +94,9 @@ class Proxy:
         if scope["type"] != "http":
             raise RuntimeError(f"the router does not serve {scope['type']}")
         path = scope["path"]
-        if path in ("/health", "/health/ready", "/readyz", "/ping", "/health/live", "/livez"):
+        if self._has_seen(scope):
+            await self._serve(scope, receive, send)  # which refuses it
+        elif path in ("/health", "/health/ready", "/readyz", "/ping", "/health/live", "/livez"):
             status = {backend.url: STATUS.get(backend.state, "unhealthy") for backend in self._all}
             is_ok = path in ("/health/live", "/livez") or bool(self.backends.healthy)
             await _respond(send, 200 if is_ok else 503, json.dumps({"replicas": status}).encode(), retry=not is_ok)
@@ -98,6 +104,10 @@ class Proxy:
             await _respond(send, 200, self.metrics.render(), b"text/plain; version=0.0.4; charset=utf-8")
         else:
             await self._serve(scope, receive, send)
+
+    def _has_seen(self, scope: Any) -> bool:
+        """Whether this router has sent the request."""
+        return any(name == b"via" and self._via in value for name, value in scope["headers"])
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         is_websocket = scope.pop("hand_over", None) is not None
@@ -112,12 +122,15 @@ class Proxy:
         try:
             if is_websocket:
                 raise ApiError(400, "the router passes no WebSockets on; connect to a server itself")
+            if self._has_seen(scope):
+                sentence = "the request came back to this router: one of its replicas is the router itself, or leads to it; remove that one"
+                raise ApiError(508, sentence)
             if any(name == HEADER for name, _ in headers):
                 raise ApiError(400, f"{HEADER.decode()} is a header between router and servers; leave it out")
             if not target.startswith(b"/"):
                 raise ApiError(400, f"the request's target is {target[:40].decode('latin-1')!r}; send a path that begins with /")
             body, gone = await context.body(), asyncio.create_task(_wait_gone(receive))
-            headers.append((b"x-request-id", name.encode()))
+            headers += [(b"x-request-id", name.encode()), (b"via", self._via)]
             try:
                 path = scope["path"].removesuffix("/")
                 request = RoutedRequest(scope["method"], target, path, headers, body, name, send, gone)
@@ -286,23 +299,50 @@ class Proxy:
                 return
 
     async def _broadcast(self, request: RoutedRequest) -> None:
-        """Send a request to all replicas that are healthy or asleep: the first answer that is no
-        success, or the first one. A request to abort is answered by the replica that has it."""
-        reachable = [backend for backend in self._all if backend.is_healthy or backend.is_asleep]
-        results = await asyncio.gather(*(self._ask(request, backend) for backend in reachable), return_exceptions=True)
-        failed = [result for result in results if isinstance(result, ApiError)]
-        for result in results:
-            if isinstance(result, BaseException) and result not in failed:
-                raise result
-        replies = [result for result in results if isinstance(result, ShortReply)]
+        """Send a request to all replicas. The response names those that have not done it: they
+        refuse, fail, are lost or join; those that drain are left out. A request to abort goes to
+        these too, and is answered by the replica that has it."""
         is_abort = request.path == "/abort_request"
-        told = next((each for each in replies if (each.status < 300) == is_abort), None)
-        if failed and told is None:
-            raise ApiError(failed[0].status, f"{failed[0].message}; the request was sent to all others")
-        if not replies:
-            raise ApiError(503, "no replica is healthy; try again later", retry_after=RETRY_AFTER)
-        self.metrics.count("answered")
-        await (told or replies[0]).send(request.send)
+        asked, missing = self._divide(is_abort=is_abort)
+        request = replace(request, headers=[pair for pair in request.headers if pair[0] != b"accept-encoding"])  # responses are read here
+        results = await asyncio.gather(*(self._ask(request, backend) for backend in asked), return_exceptions=True)
+        failed = [ApiError(502, f"replica {backend.url} is {backend.state}") for backend in missing]
+        done, refused = list[ShortReply](), list[tuple[Backend, ShortReply]]()
+        for backend, result in zip(asked, results, strict=True):
+            if isinstance(result, ApiError):
+                failed.append(result)
+            elif isinstance(result, BaseException):
+                raise result
+            elif result.status < 300:
+                done.append(result)
+            else:
+                refused.append((backend, result))
+        if not asked:
+            why = "".join(f"{error.message}; " for error in failed)
+            raise ApiError(503, f"{why}no replica is healthy; try again later", retry_after=RETRY_AFTER)
+        needs_one = is_abort and _ABORT_ALL.search(request.body) is None
+        is_same = not failed and not done and len({(reply.status, reply.body) for _, reply in refused}) == 1
+        if (done and needs_one) or is_same or len(done) == len(asked) + len(missing):
+            self.metrics.count("answered")
+            await (done[0] if done else refused[0][1]).send(request.send)
+            return
+        sentences = [f"replica {backend.url} answers {reply.status}: {read_sentence(reply.body)}" for backend, reply in refused]
+        sentences += dict.fromkeys(error.message for error in failed)
+        sentences.append(f"{len(done)} of {len(asked) + len(missing)} replicas have done it")
+        status = failed[0].status if failed and (needs_one or not refused) else max(refused[0][1].status, FAILED)
+        raise ApiError(status, "; ".join(sentences), retry_after=RETRY_AFTER if status in REFUSED else None)
+
+    def _divide(self, *, is_abort: bool) -> tuple[list[Backend], list[Backend]]:
+        """-> (the replicas that get a request for all, those that should and cannot)."""
+        asked, missing = list[Backend](), list[Backend]()
+        for backend in self._all:
+            runs_requests = backend.state == "draining" or (backend.state == "joining" and backend.outstanding > 0)
+            was_up = backend.state == "lost" and backend.check_time >= 0  # its requests may go on
+            if backend.is_healthy or backend.is_asleep or (is_abort and runs_requests):
+                asked.append(backend)
+            elif not backend.is_leaving and (was_up if is_abort else backend.state in ("lost", "joining")):
+                missing.append(backend)
+        return asked, missing
 
     async def _ask(self, request: RoutedRequest, backend: Backend) -> ShortReply:
         """One replica's answer to a request for all. Raises ApiError that names the replica,
@@ -316,7 +356,7 @@ class Proxy:
             except TimeoutError:
                 raise ApiError(504, f"replica {backend.url} did not answer within {seconds:g} s") from None
             except (LostError, httpx.HTTPError, OSError) as error:
-                raise ApiError(502, f"replica {backend.url} is lost: {error}") from None
+                raise ApiError(502, f"replica {backend.url} is lost: {find_reason(error)}") from None
 
 
 async def _wait_gone(receive: Any) -> None:

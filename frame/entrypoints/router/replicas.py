@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from frame.entrypoints.handoff import FLEET, KV_EVENTS, LOAD, VERSION
 from frame.entrypoints.router.cached_prefixes import CachedPrefixes, PromptPrefixes
+from frame.entrypoints.router.discovery import MAX_REPLICAS
 from frame.entrypoints.router.first_bytes import FirstBytes, judge_slowness
 from frame.entrypoints.router.scaling import DesiredReplicas, FleetSignals, find_percentile, read_inter_token
 from frame.interfaces.routing import RoutingRequest
@@ -40,6 +41,7 @@ FIRST_TOKENS = 4096  # that are kept
 PATIENCE = 2  # failed checks after which a replica is unhealthy
 MIN_SILENCE, MAX_SILENCE = 1.0, 10.0  # seconds that a check waits for an answer
 SLOW_CHECK = 4.0  # times the time of answered checks that a check waits
+OPERATOR = "admin"  # the source of replicas that an operator added
 STEP = 0.1  # seconds of a wait that count at most where the router itself is late
 MAX_CHECKS = 3  # without an answer, of a replica
 
@@ -49,9 +51,8 @@ class Backend:
     """One server. `lost` is set while it is lost: requests that wait for it give up. One that is
     asleep or drains gets no new requests, and keeps those that it has. `instance`: its process,
     `identity`: of what its tokens depend on, where it has a fleet key and the router's version of
-    handoffs; else empty. `source`: what
-    named it. `is_leaving`: it drains until it has no requests. `is_removed`: by an operator, so its
-    source does not bring it back."""
+    handoffs; else empty. `sources`: what names it; "" is the command line. `is_leaving`: it drains
+    until it has no requests. `is_removed`: by an operator, so no source brings it back."""
 
     url: str
     number: int
@@ -63,7 +64,7 @@ class Backend:
     failed_checks: int = 0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     watchers: set[asyncio.Future[None]] = field(default_factory=set)  # that end when it is lost
-    source: str = ""
+    sources: set[str] = field(default_factory=lambda: {""})
     is_leaving: bool = False
     is_removed: bool = False
     first_bytes: FirstBytes = field(default_factory=FirstBytes)
@@ -123,6 +124,7 @@ class Backends:
         self._client, self._interval = client, interval
         self._chooser = chooser or ReplicaChooser(None)
         self.prefixes = prefixes
+        self._num_waiting = dict[str, int]()  # by source, replicas beyond `MAX_REPLICAS`
         self.desired: DesiredReplicas | None = None  # set where the fleet has latency targets
         self.first_tokens: deque[tuple[float, float]] = deque(maxlen=FIRST_TOKENS)  # (when, seconds) of streams
 
@@ -138,30 +140,41 @@ class Backends:
         backend = self.find(url)
         if backend is None:
             number = next(number for number in count() if number not in self._members)  # small ones: policies keep bits for them
-            backend = Backend(url, number, self, "joining", source=source)
+            backend = Backend(url, number, self, "joining", sources=set())
             self._members = dict(sorted({**self._members, number: backend}.items()))
             log.info("replica %s joins", url)
         elif backend.is_leaving:
             backend.is_leaving = backend.is_removed = False
             backend.state = "joining"
+        backend.sources.add(source)
         return backend
 
     def remove(self, backend: Backend) -> None:
-        """Let a replica drain and then leave, whatever its source says."""
+        """Let a replica drain and then leave, and stay away while a source names it."""
         backend.is_removed = True
+        backend.sources -= {"", OPERATOR}
         self._let_leave(backend)
 
     def update(self, source: str, urls: Sequence[str]) -> None:
-        """These are all replicas that the source names now."""
-        named = set(urls)
+        """These are all replicas that the source names now. Those that do not fit wait."""
+        named, num_waiting = set(urls), 0
         for backend in self.all:
-            if backend.source == source and backend.url not in named:
-                backend.is_removed = False
-                self._let_leave(backend)
+            if source in backend.sources and backend.url not in named:
+                backend.sources.discard(source)
+                if not backend.sources:
+                    backend.is_removed = False
+                    self._let_leave(backend)
         for url in urls:
             known = self.find(url)
-            if known is None or (known.is_leaving and not known.is_removed):
+            if known is not None and known.is_removed:
+                known.sources.add(source)
+            elif known is None and len(self._members) >= MAX_REPLICAS:
+                num_waiting += 1
+            else:
                 self.add(url, source)
+        if num_waiting != self._num_waiting.get(source, 0):
+            log.warning("%d replicas of %s wait: the router has at most %d", num_waiting, source, MAX_REPLICAS)
+        self._num_waiting[source] = num_waiting
 
     def _let_leave(self, backend: Backend) -> None:
         if not backend.is_leaving:
@@ -171,10 +184,9 @@ class Backends:
             backend.state = "draining"
 
     def _drop_left(self) -> None:
-        """Forget replicas that have drained. One that its source still names stays known."""
+        """Forget replicas that have drained. One that a source still names stays known."""
         for backend in self.all:
-            is_named = backend.is_removed and backend.source not in ("", "admin")
-            if backend.is_leaving and not is_named and (not backend.outstanding or backend.state == "lost"):
+            if backend.is_leaving and not backend.sources and (not backend.outstanding or backend.state == "lost"):
                 del self._members[backend.number]
                 for check in backend.checks:
                     check.cancel()
@@ -278,6 +290,11 @@ class Backends:
         if isinstance(reply, httpx.Response):
             reason = "" if reply.status_code == 200 else f"/health answers {reply.status_code}"
             announced = reply.headers.get("x-frame-state", "")
+            if reply.status_code == 508:  # a router refuses its own request
+                if not backend.is_leaving:
+                    log.error("replica %s is this router itself: it is removed", backend.url)
+                    self.remove(backend)
+                return
         elif reply is not None:
             reason = f"{type(reply).__name__} {reply}".strip()
         if reply is not None:

@@ -20,7 +20,7 @@ from frame.entrypoints.router import moving
 from frame.entrypoints.router.exchange import MAX_LOST_IN_ALL, Losses
 from frame.interfaces.routing import RoutingContext
 from frame.plugins.routing_policies.least_load import LeastLoad
-from tests.entrypoints.router.fake_replica import FakeReplica, routed
+from tests.entrypoints.router.fake_replica import FakeReplica, raw_replica, routed
 
 KEY = FleetKey("the key of these replicas")
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -232,6 +232,23 @@ def test_frames_before_the_start_are_none() -> None:
             assert (tokens(reply.text), reply.headers["x-from"]) == (whole(), second.url)
 
     run(main)
+
+
+def test_a_loss_is_said_once_and_without_bytes_of_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first event of a stream, and after it."""
+    monkeypatch.setattr(moving, "MOVE_TIME", 0.2)
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n" + HEADER + b": 1\r\n\r\n"
+    start = handoff.frame(START, msgspec.msgpack.encode(StreamStart("rid", 1.0, [7], b"", "default")))
+
+    async def main(data: bytes) -> None:
+        async with raw_replica(head + data + b"SECRET\r\n") as url, routed(urls=(url,), key=KEY) as (client, backends, _):
+            backends.all[0].instance = url
+            reply = await client.post("/v1/chat/completions", json=CHAT)
+            assert (reply.text.count(f"replica {url} is lost: RemoteProtocolError"), reply.text.count("is lost")) == (1, 1), reply.text
+            assert "SECRET" not in reply.text
+
+    for data in (b"", b"%x\r\n%s\r\n" % (len(start), start)):
+        run(lambda data=data: main(data))  # type: ignore[misc]
 
 
 def test_what_two_replicas_died_of_is_not_sent_to_a_third() -> None:
