@@ -273,9 +273,8 @@ class _Solver:
         served = self._collect(choose_media, self.chosen, self.records, self.config, self.model_config, self._plain, task, self.plan)
         if not served:
             return None
-        capabilities = self.chosen.selected["model"][0].record.capabilities
-        cores = self.hardware.cpu_cores
-        plan, reasons = plan_media(self.config, self.model_config, capabilities, served, self.dtype, chunk, max_context, cores)
+        reads, cores = self.chosen.selected["model"][0].record.capabilities, self.hardware.cpu_cores
+        plan, reasons = plan_media(self.config, self.model_config, reads, served, self.dtype, chunk, max_context, cores)
         self.reasons |= reasons
         return plan
 

@@ -65,8 +65,7 @@ def list_graph_sizes(maximum: int, multiple: int = 1) -> tuple[int, ...]:
     """The batch sizes to capture, for batches of up to `maximum` rows: multiples of `multiple`, and
     the maximum. Small sizes are closer together, because padding costs a larger part of their
     time."""
-    steps = [1, 2, 4, *range(8, 49, 8), *range(64, 129, 16), *range(160, 257, 32), *range(320, 513, 64)]
-    steps += range(640, maximum, 128)
+    steps = [1, 2, 4, *range(8, 49, 8), *range(64, 129, 16), *range(160, 257, 32), *range(320, 513, 64), *range(640, maximum, 128)]
     return (*(size for size in steps if size < maximum and size % multiple == 0), maximum)
 
 
@@ -317,7 +316,7 @@ class DecodeGraphs:
             return planned, *capture_step(self.platform, pool, lambda: _copy(run(plain), into), lambda: _copy(run(planned), into))
 
         planned, outputs, captured = capture()
-        masked = filtered = None
+        masked = filtered = other = None
         if self._masks.shape[1]:
             draw = partial(self._draw_again, outputs, params, inputs["drawn_slots"])
             _, masked = capture_step(self.platform, pool, draw, draw)
@@ -325,22 +324,15 @@ class DecodeGraphs:
             filters = {name: inputs[name] for name in (*_DRAW, *_FILTERS)}
             again = partial(self._redraw, outputs, filters, inputs["drawn_slots"])
             filtered = capture_step(self.platform, pool, again, again)
-        step = CapturedSize(planned, outputs, captured, masked, filtered, _list_views(planned))
         if self.adapters is not None:
             self.adapters.is_active = True
-            planned, _, captured = capture(outputs)
+            other, _, run_other = capture(outputs)
             self.adapters.end_step()
-            step = replace(step, adapted=replace(step, batch=planned, captured=captured, views=_list_views(planned)))
-        return step if pool is None else self._lend_logits(step)
-
-    def _lend_logits(self, step: CapturedSize) -> CapturedSize:
-        """The step without its hold on the logits, whose memory the graphs of smaller sizes use: no
-        replay begins while another one's logits are read."""
-        assert isinstance(self.platform, SupportsGraphs)
-        logits = self.platform.borrow(step.outputs.logits)
-        filtered = step.filtered and (step.filtered[0]._replace(logits=logits), step.filtered[1])
-        adapted = step.adapted and replace(step.adapted, outputs=step.outputs._replace(logits=logits), filtered=filtered)
-        return replace(step, outputs=step.outputs._replace(logits=logits), filtered=filtered, adapted=adapted)
+        if pool is not None and isinstance(self.platform, SupportsGraphs):  # smaller sizes use the memory: see `create_graph_pool`
+            outputs = outputs._replace(logits=self.platform.borrow(outputs.logits))
+            filtered = filtered and (filtered[0]._replace(logits=outputs.logits), filtered[1])
+        step = CapturedSize(planned, outputs, captured, masked, filtered, _list_views(planned))
+        return step if other is None else replace(step, adapted=replace(step, batch=other, captured=run_other, views=_list_views(other)))
 
     def _draw_again(self, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """Draw the tokens again under `_masks`, into the outputs."""

@@ -101,10 +101,9 @@ def _find_noise(keys: np.ndarray, groups: np.ndarray, minimum: np.ndarray) -> np
 class _Race:
     """The race of some rows on the CPU.
 
-    The noise is kept as the exponential E = exp(-G), in units of ln 2. The minimum E of n tokens
-    is an exponential divided by n, and any token is equally likely to have it: the leader. Each
-    other token has this minimum plus an exponential of its own, because exponentials have
-    no memory.
+    The noise is kept as the exponential E = exp(-G), in units of ln 2. The minimum E of n tokens is
+    an exponential divided by n, and any token is equally likely to have it: the leader. Each other
+    token has this minimum plus an exponential of its own, because exponentials have no memory.
     """
 
     def __init__(

@@ -220,8 +220,7 @@ class RunningSet:
         return counts[slots]
 
     def take_back(self, slots: np.ndarray, counts: np.ndarray) -> None:
-        """Of these slots so many tokens are rejected that the steps in flight count as
-        computed."""
+        """Of these slots so many tokens are rejected that the steps in flight count as computed."""
         if self.in_flight and counts.any():
             rejected = np.zeros(self.table.num_slots, np.int32)
             rejected[slots] = counts
