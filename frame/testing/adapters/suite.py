@@ -124,13 +124,14 @@ def check_options_that_are_absent(maker: Maker) -> None:
     used."""
     if not maker.is_peft:
         raise SkipCheck("the format has a configuration of its own")
+    nulls: tuple[dict[str, Any], ...] = ({}, {"rank_pattern": None}, {"alpha_pattern": None}, {"rank_pattern": {}, "alpha_pattern": {}})
     for rank in (4, 8, 12):
         written = maker.make(ranks=(rank,), scales=(8 / rank,))
         plain = {key: value for key, value in written.stored.items() if not key.endswith("_pattern")} | {"r": rank, "lora_alpha": 8}
         defaults = {"lora_alpha", "lora_dropout", "bias", "use_rslora", "fan_in_fan_out"} | ({"r"} if rank == 8 else set())
         for absent in (set(), {"lora_alpha"}, defaults):
             stored = {key: value for key, value in plain.items() if key not in absent}
-            for null in ({}, {"rank_pattern": None}, {"alpha_pattern": None}, {"rank_pattern": {}, "alpha_pattern": {}}):
+            for null in nulls:
                 _compare(maker.read(stored | null, written.tensors), written, f"rank {rank} with {null} and without {sorted(absent)}: ")
                 assert maker.create().read_config(stored | null) == written.config, f"without {sorted(absent)} the configuration is another"
 
