@@ -42,7 +42,8 @@ def check_seed_of_scaled_logits(bench: Bench) -> None:
     examples = [number for number, params in enumerate(bench.examples) if not params.custom]
     if not examples:
         raise SkipCheck("each of `conformance_params` has parameters of its own")
-    filters: list[dict[str, Any]] = [{}, *({name: value} for name, value in (("top_k", 5), ("top_p", 0.7), ("min_p", 0.1)) if name in bench.can.params)]
+    values: dict[str, Any] = {"top_k": 5, "top_p": 0.7, "min_p": 0.1}
+    filters = [{}, *({name: value} for name, value in values.items() if name in bench.can.params)]
     results = {}
     for factor in (1.0, 0.125, 4.0, 64.0):
         setups = [bench.setup(slot, examples[0], temperature=factor, **filters[slot % len(filters)]) for slot in range(SLOTS)]
