@@ -78,7 +78,8 @@ class LowRankDelta:
 
 
 class AdapterFormat(ABC):
-    """Reads adapters of one format. Both methods are pure functions of their arguments.
+    """Reads adapters of one format. Both methods are pure functions of what their arguments hold
+    now, which the caller may change afterwards.
 
     Contract: every option of the configuration that changes the product is implemented or refused
     with AdapterError, and so is every tensor: none is skipped, except copies of the base model's

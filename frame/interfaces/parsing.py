@@ -76,8 +76,8 @@ class ReasoningParser(ABC):
 
     def begin(self, prompt_end: str, may_think: bool = True) -> None:
         """Called before the first `feed` with the end of the prompt, special tokens included, which
-        may open or close the reasoning. `may_think` is False where the client switched reasoning
-        off."""
+        may open or close the reasoning by marks that white space alone follows. `may_think` is
+        False where the client switched reasoning off: the grammar then allows none."""
 
     def grammar(self, reply: Format, *, is_calls: bool) -> Format:
         """The format of a whole output, around the format of its `reply` (with `is_calls`: of its
@@ -103,7 +103,7 @@ class Function:
 
     name: str  # 1 to 128 ASCII letters, digits and `_.:/-`
     parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object"})  # JSON schema
-    is_strict: bool = False  # the arguments must follow the schema
+    is_strict: bool = False  # the arguments must follow the schema, also of calls that are not required
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class ToolCallDelta:
 
     index: int  # of the call in the answer
     name: str | None = None  # once, at the start of the call
-    arguments: str = ""  # further characters of the JSON text
+    arguments: str = ""  # further characters of the JSON text, as soon as a model that writes JSON has written them
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,9 @@ class RoutingRequest:
 
     blocks: Sequence[int] = ()  # a 64-bit hash of each prefix of the prompt, the shortest first; empty: unknown
     session: str = ""  # what the client calls the conversation (`X-Session-ID`); "": nothing
-    cached: Mapping[int, float] = field(default_factory=dict)  # share of the prompt by replica, as caches tell; others are unknown
+    # Share of the prompt by replica, as caches tell, which counts in place of what was sent there;
+    # others are unknown. Replicas that may not be chosen now may be among them.
+    cached: Mapping[int, float] = field(default_factory=dict)
     notes: dict[int, int] = field(default_factory=dict, compare=False)  # the policy's own, for `forget_request`
 
 
@@ -65,8 +67,9 @@ class RoutingPolicy(ABC):
         request then counts as sent there."""
 
     def forget_request(self, request: RoutingRequest, replica: int) -> None:
-        """The replica that was chosen refused the request: its cache got nothing of it. The request
-        has the `notes` that the choice made."""
+        """The replica that was chosen refused the request: its cache got nothing of it, and keeps
+        what it had before. The request has the `notes` that the choice made; meanwhile replicas may
+        have been chosen for other requests."""
 
     def forget_replica(self, replica: int) -> None:
         """The replica was started again: its cache is empty. It may be one that was never seen."""

@@ -115,9 +115,9 @@ class RowSampler(TokenSampler):
         logits: [rows, vocab] of any float dtype, which must not be changed; -inf excludes a token.
         params: of each row `temperature` (float32, times ln 2; 0: greedy) and `key` (int64, a hash
         of seed and position), and if a row has a filter `top_k` (int32; 0: off), `top_p` (float32)
-        and `log_min_p` (float32, base-2 logarithm). slots: int64 [rows], the row's request slot.
-        Padding rows of CUDA graphs share the last slot. Rows of drafts share that of their
-        request.
+        and `log_min_p` (float32, base-2 logarithm), both of probabilities at the temperature.
+        slots: int64 [rows], the row's request slot. Padding rows of CUDA graphs share the last
+        slot. Rows of drafts share that of their request.
         """
 
     def draw_with_maxima(self, logits: torch.Tensor, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> Pair:

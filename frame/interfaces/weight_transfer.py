@@ -57,7 +57,8 @@ class WeightTransfer(ABC):
 
     @abstractmethod
     def receive(self, part: TransferPart) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor of a part once, in its order, with its dtype and shape, on any device.
+        """Yield each tensor of a part once, in its order, with its dtype, any of
+        `TRANSFER_DTYPES` that the trainer can send, and shape, on any device.
         A tensor is valid, and its memory unchanged by the transfer, until the next one is
         requested. Raises TransferError, before the first tensor where that is possible."""
 

@@ -17,7 +17,8 @@ from tests.testing.mutants import load_mutants
 REGISTRY = load_registry(installed=False)
 # Checks that a format skips: what it does not offer.
 ROWS = {"invocation_is_read", "many_experts", "stacked_experts", "factors_of_rows"}
-SKIPPED = {"lora": {"factors_of_rows"}, "dora": ROWS | {"embeddings"}, "mlx": ROWS | {"layers_have_ranks_and_scales_of_their_own"}}
+ONE_SCALE = {"layers_have_ranks_and_scales_of_their_own", "layers_that_are_off"}
+SKIPPED = {"lora": {"factors_of_rows"}, "dora": ROWS | {"embeddings"}, "mlx": ROWS | ONE_SCALE | {"options_that_are_absent"}}
 EXAMPLE = Path(__file__).parents[1] / "plugins" / "adapter_example.py"
 
 

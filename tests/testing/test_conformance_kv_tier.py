@@ -11,6 +11,8 @@ REGISTRY = load_registry(installed=False)
 FILES = {
     "clear_empties_the_folder",
     "files_that_have_changed_are_not_served",
+    "files_that_cannot_be_read",
+    "blocks_that_fail_are_listed_as_removed",
     "blocks_survive_a_restart",
     "the_quota_is_kept_over_restarts",
 }

@@ -134,7 +134,7 @@ class Collective(ABC):
     def all_to_all(self, tensor: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int]) -> torch.Tensor:
         """Exchange rows [n, ...]: the first `send_rows[0]` go to rank 0, the next `send_rows[1]` to
         rank 1, and so on. -> the received rows, `recv_rows[r]` from rank r, in the order of the
-        ranks."""
+        ranks; [0, ...] where there are none."""
         sent, result = tensor.split(list(send_rows)), tensor.new_empty(sum(recv_rows), *tensor.shape[1:])
         received = list(result.split(list(recv_rows)))
         received[self.rank].copy_(sent[self.rank])

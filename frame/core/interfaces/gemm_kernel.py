@@ -77,7 +77,8 @@ class Gemm(Protocol):
         ...
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., inputs] -> [..., outputs]."""
+        """[..., inputs] -> [..., outputs], to which the bias [outputs] is added. There may be no
+        rows."""
         ...
 
 
@@ -95,7 +96,7 @@ class GroupedGemm(Protocol):
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """x [rows, inputs], `ends` int32 [experts]: the row after each expert's last -> [rows,
-        outputs]. Rows after the last end have no result."""
+        outputs], also of no rows. Rows after the last end have no result."""
         ...
 
 

@@ -94,7 +94,8 @@ class KVTierResult:
 
 class KVTier(ABC):
     """Holds blocks of `block_bytes` bytes by keys of 32 bytes, at most as many as its options
-    allow; it evicts the least recently used.
+    allow, those being stored included; it evicts the least recently used. A load is a use, and so
+    is a store of blocks that are held.
 
     Contract: a job is a number of the caller, which uses each once. No method waits for the place:
     work is done by threads of the tier or of the system. A buffer is uint8 [block_bytes]; it is the
@@ -133,7 +134,8 @@ class KVTier(ABC):
         """The jobs that ended since the last call: loads that were read, and committed stores."""
 
     def list_removed(self) -> list[bytes] | None:
-        """The keys of blocks that left since the last call; None: the tier does not tell."""
+        """The keys of blocks that left since the last call, those whose load failed included; None:
+        the tier does not tell."""
 
     def clear(self) -> None:
         """Drop the blocks that no job uses, those of other servers included."""

@@ -53,6 +53,7 @@ class Maker:
         self.target: type[AdapterFormat] = subject.target
         self.options = subject.options
         self.selects = dict(can.selects) if isinstance(can, AdapterCapabilities) else {}
+        self.is_peft = not hasattr(self.target, "write_conformance_adapter")
         self._write: WriteAdapter = getattr(self.target, "write_conformance_adapter", self._write_for_peft)
         self.row_factors = tuple(self._find_rows())  # fields of the rows that a delta of this format may have; "": none
         if not self.row_factors:
@@ -70,11 +71,12 @@ class Maker:
         dtype: torch.dtype = torch.float32,
         experts: int = 0,
         rows: str | None = None,
+        rows_dtype: torch.dtype | None = None,
         **fields: Any,
     ) -> Written:
         """An adapter with random factors; its layers have the ranks and scales in turn. `rows`: the
-        field of factors of the rows, None: as the format has it. Raises SkipCheck for one that the
-        format cannot store."""
+        field of factors of the rows, None: as the format has it; `rows_dtype`: theirs. Raises
+        SkipCheck for one that the format cannot store."""
         generator, field = torch.Generator().manual_seed(seed), self.row_factors[0] if rows is None else rows
 
         def draw(*shape: int) -> torch.Tensor:
@@ -83,7 +85,7 @@ class Maker:
         deltas = {}
         for place, (name, (inputs, outputs)) in enumerate(layers.items()):
             rank = ranks[place % len(ranks)]
-            factors = {field: torch.rand(outputs, generator=generator).to(dtype) + 0.5} if field else {}
+            factors = {field: (torch.rand(outputs, generator=generator) + 0.5).to(rows_dtype or dtype)} if field else {}
             deltas[name] = LowRankDelta(draw(rank, inputs), draw(outputs, rank), scales[place % len(scales)], **factors)
         config = AdapterConfig(rank=max(delta.a.shape[-2] for delta in deltas.values()), **{"base_model": "org/base", **fields})
         try:
@@ -143,10 +145,13 @@ def write_peft(
             tensors[f"{path}.lora_magnitude_vector"] = delta.output_norm
     ranks, uses_root = {f"^{name}": delta.a.shape[-2] for name, delta in deltas.items()}, config.rank % 2 == 1
     alphas = {f"^{name}": delta.scale * delta.a.shape[-2] ** (0.5 if uses_root else 1) for name, delta in deltas.items()}
+    least, ends = min(ranks.values()), {name.rpartition(".")[2] for name in deltas}
+    ranks |= dict.fromkeys(ends, least)  # the first pattern that matches a layer counts, so that these do not
+    alphas |= dict.fromkeys(ends, 123.0)
     if config.invocation and selects.get("use_dora"):
         raise NotImplementedError("DoRA has no invocation")
     return {
-        "peft_type": "LORA", "base_model_name_or_path": config.base_model, "r": config.rank, "lora_alpha": 1, "bias": "none",
+        "peft_type": "LORA", "base_model_name_or_path": config.base_model, "r": least, "lora_alpha": 1, "bias": "none",
         "lora_dropout": 0.1, "use_rslora": uses_root, "use_dora": False, "rank_pattern": ranks, "fan_in_fan_out": False,
         "alpha_pattern": alphas, "target_parameters": stacked or None,
         "alora_invocation_tokens": list(config.invocation) or None, "modules_to_save": None,

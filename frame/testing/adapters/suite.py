@@ -42,7 +42,7 @@ def _compare(got: Mapping[str, LowRankDelta], written: Written, what: str = "") 
     for name, delta in expected.items():
         _check_form(f"{what}{name}", got[name], delta, written.config.rank)
         products = [one.scale * one.b.double() @ one.a.double() for one in (got[name], delta)]
-        error = float((products[0] - products[1]).abs().max() / products[1].abs().max())
+        error = float((products[0] - products[1]).abs().max() / products[1].abs().max().clamp(min=1e-30))
         assert error < 1e-5, f"{what}{name}: the product differs by {error:.1e} of its largest value"  # False for NaN
         for field in ("output_scale", "output_norm"):
             rows = [getattr(one, field) for one in (got[name], delta)]
@@ -112,6 +112,30 @@ def check_layers_have_ranks_and_scales_of_their_own(maker: Maker) -> None:
     _compare(maker.read(written.stored, written.tensors), written)
 
 
+def check_layers_that_are_off(maker: Maker) -> None:
+    """A scale of 0, first, last and alone."""
+    for scales in ((0.0, 2.0), (2.0, 0.0), (0.0,)):
+        written = maker.make(ranks=(3, 4), scales=scales)
+        _compare(maker.read(written.stored, written.tensors), written, f"scales {scales}: ")
+
+
+def check_options_that_are_absent(maker: Maker) -> None:
+    """Of PEFT's files: an option that is absent has PEFT's default, and one that is null is not
+    used."""
+    if not maker.is_peft:
+        raise SkipCheck("the format has a configuration of its own")
+    nulls: tuple[dict[str, Any], ...] = ({}, {"rank_pattern": None}, {"alpha_pattern": None}, {"rank_pattern": {}, "alpha_pattern": {}})
+    for rank in (4, 8, 12):
+        written = maker.make(ranks=(rank,), scales=(8 / rank,))
+        plain = {key: value for key, value in written.stored.items() if not key.endswith("_pattern")} | {"r": rank, "lora_alpha": 8}
+        defaults = {"lora_alpha", "lora_dropout", "bias", "use_rslora", "fan_in_fan_out"} | ({"r"} if rank == 8 else set())
+        for absent in (set(), {"lora_alpha"}, defaults):
+            stored = {key: value for key, value in plain.items() if key not in absent}
+            for null in nulls:
+                _compare(maker.read(stored | null, written.tensors), written, f"rank {rank} with {null} and without {sorted(absent)}: ")
+                assert maker.create().read_config(stored | null) == written.config, f"without {sorted(absent)} the configuration is another"
+
+
 def check_factors_of_rows(maker: Maker) -> None:
     """Norms or factors of the rows, where the format has them besides plain deltas."""
     others = maker.row_factors[1:]
@@ -179,6 +203,8 @@ def check_values_are_those_stored(maker: Maker) -> None:
         for model in (torch.bfloat16, torch.float16, torch.float32):
             written = maker.make(dtype=dtype)
             _compare(maker.read(written.stored, written.tensors, maker.create(model)), written, f"{dtype} for a model in {model}: ")
+        written = maker.make(ONE, dtype=dtype, rows_dtype=torch.float32)
+        _compare(maker.read(written.stored, written.tensors, maker.create(dtype)), written, f"{dtype} with rows in float32: ")
 
 
 def check_order_does_not_matter(maker: Maker) -> None:
@@ -204,6 +230,18 @@ def check_adapters_are_apart(maker: Maker) -> None:
     for written in (third, first):
         target.read_config(second.stored)
         _compare(maker.read(written.stored, written.tensors, target), written, "read after others: ")
+
+
+def check_a_configuration_that_changes(maker: Maker) -> None:
+    """What the caller changes in place, or frees, counts no more."""
+    target, stored, tensors = maker.create(), dict[str, Any](), dict[str, torch.Tensor]()
+    for seed, rank in enumerate((4, 6, 4)):
+        written = maker.make(ONE, seed=seed, ranks=(rank,), scales=(0.5 + seed,))
+        for kept, new in ((stored, written.stored), (tensors, written.tensors)):
+            kept.clear()
+            kept.update(new)
+        assert target.read_config(stored) == written.config, "a configuration that has changed in place is read as it was before"
+        _compare(maker.read(stored, tensors, target), written, "after the arguments have changed in place: ")
 
 
 def check_arguments_stay_as_they_are(maker: Maker) -> None:

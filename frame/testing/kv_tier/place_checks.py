@@ -4,6 +4,7 @@ Used by the suite of the kind. Must not know a plugin by name."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from frame.testing.conformance import SkipCheck
@@ -50,6 +51,46 @@ def _count_bytes_of(path: Path) -> int:
         return path.stat().st_size if path.is_file() else 0
     except FileNotFoundError:
         return 0
+
+
+def check_files_that_cannot_be_read(make: Make) -> None:
+    """A file became a link to itself, or a folder: its load fails, and all other jobs end."""
+    damages: tuple[Callable[[Path], None], ...] = (_make_loop, Path.mkdir)
+    for number, damage in enumerate(damages):
+        rig, keys = make(), make_keys(4, f"unreadable {number}-")
+        rig.require_persistence()
+        rig.store(keys)
+        for path in _find_files(rig):
+            path.unlink()
+            damage(path)
+        for key in keys:  # more jobs than a tier has threads
+            rig.load([key])
+        more = make_keys(4, f"more {number}-")
+        rig.store(more)
+        rig.load_all(more)
+        rig.tier.close()
+
+
+def _make_loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def check_blocks_that_fail_are_listed_as_removed(make: Make) -> None:
+    """A block that is not held any more since its load failed has left the tier."""
+    rig, keys = make(), make_keys(8)
+    rig.require_persistence()
+    if rig.tier.list_removed() is None:
+        raise SkipCheck("the tier does not list removed blocks")
+    rig.store(keys)
+    for number, path in enumerate(_find_files(rig)[:6]):
+        if number % 2:
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[: 40 * number])
+    for key in keys:
+        rig.load([key])
+    removed, held = rig.tier.list_removed() or [], [key for key in keys if rig.tier.match([key])]
+    assert sorted([*removed, *held]) == sorted(keys), f"of 8 blocks {len(held)} are held after failed loads, {len(removed)} are listed"
 
 
 def check_clear_empties_the_folder(make: Make) -> None:

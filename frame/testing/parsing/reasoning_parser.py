@@ -143,6 +143,39 @@ def check_grammar_demands_no_reasoning_that_is_off(make: MakeReasoning) -> None:
             raise AssertionError(f"grammar() demands reasoning where {state}: {texts[0]!r}")
 
 
+def check_grammar_allows_no_reasoning_that_is_off(make: MakeReasoning) -> None:
+    """Where the client switched reasoning off, an answer with a format does not reason."""
+    parser = make()
+    parser.begin("", False)
+    form = parser.grammar({"type": "const_string", "value": REPLY}, is_calls=False)
+    for seed in range(12):
+        text = write(form, random.Random(seed))
+        assert THOUGHT not in text or not accepts(form, text), f"grammar() allows {text!r} where the client switched reasoning off"
+
+
+def check_grammar_closes_the_prompts_reasoning(make: MakeReasoning) -> None:
+    """A reply or calls after reasoning that the prompt has opened: the grammar has the mark that
+    closes it, and a text of it is read as reasoning and a reply."""
+    for prompt_end in find_prompt_ends(make):
+        for is_calls in (False, True):
+            parser = make()
+            parser.begin(prompt_end)
+            marks = parser.find_marks()
+            if marks is None or marks.begin or not marks.end:
+                continue
+            form = parser.grammar({"type": "const_string", "value": REPLY}, is_calls=is_calls)
+            what = f"after the prompt {prompt_end!r}, which opens the reasoning, grammar(is_calls={is_calls})"
+            assert marks.end in json.dumps(form, ensure_ascii=False), f"{what} leaves no room for the reasoning, which {marks.end!r} ends"
+
+
+def check_marks_within_the_prompt_count_no_more(make: MakeReasoning) -> None:
+    """A user may write about marks: those that other text follows open nothing."""
+    for begin, end in find_pairs(make):
+        for question in (f"what is {begin} for?\n", f"{begin}\nis a mark. Is it?", f"{begin} x {end}{begin} y", f"{begin}{THOUGHT}"):
+            got, expected = read_reasoning(make, [REPLY], question), read_reasoning(make, [REPLY], "what is it for?\n")
+            assert not begin or got == expected, f"{REPLY!r} after a prompt that ends with {question!r} is read as {got}, not {expected}"
+
+
 def check_space_after_the_prompts_mark_changes_nothing(make: MakeReasoning) -> None:
     """Templates write line breaks after the mark that opens the reasoning."""
     for begin, end in find_pairs(make):

@@ -76,6 +76,14 @@ def check_plain_text_is_content(make: MakeCalls) -> None:
             assert result == (text, []), f"{text!r} is no call, and is read as {result}"
 
 
+def check_parts_of_characters_are_content(make: MakeCalls) -> None:
+    """U+FFFD, which stands for a part of a character, at the end of a piece and anywhere else."""
+    for text in ("a\ufffd", "\ufffd", "50 \ufffd\ufffd b", "a\ufffd\n", "\ufffd<\ufffd"):
+        for pieces in ([text], list(text), *([text[:place], text[place:]] for place in range(1, len(text)))):
+            result = read_calls(make, pieces)
+            assert result == (text, []), f"{pieces!r} is no call, and is read as {result}"
+
+
 def check_content_is_not_held_back(make: MakeCalls) -> None:
     parser, text = make(), "word " * 400
     parser.begin(make_rule(ARGUMENTS[1]).functions)
@@ -167,6 +175,35 @@ def check_cut_calls_leave_no_content(make: MakeCalls) -> None:
                 is_prefix = complete.startswith(arguments) or _json(arguments) == _json(complete)
                 assert name == known and is_prefix, f"{text[:size]!r}, cut within a call, is read as {calls}"
             assert len(calls) <= len(whole), f"{text[:size]!r}, cut within a call, is read as {calls}"
+
+
+def check_arguments_are_not_held_back(make: MakeCalls) -> None:
+    """Of formats that write the arguments as JSON: a client sees long ones while they are written,
+    and has those of an answer that was cut off."""
+    rule = make_rule({"text": "word " * 400})
+    for text in find_calls(make, rule)[:1]:
+        _, ((_, whole),) = read_calls(make, [text], rule.functions)
+        start = text.find(whole)
+        if start < 0:
+            raise SkipCheck("the format has another form of arguments than JSON")
+        for size in (start + len(whole) // 2, start + len(whole) - 2):
+            parser = _started(make(), rule.functions)
+            deltas = [parser.feed(piece) for piece in text[:size]]
+            count = sum(len(call.arguments) for delta in deltas for call in delta.calls)
+            assert count >= size - start - MAX_HELD, f"{size - start - count} of {size - start} characters of arguments are held back"
+
+
+def check_strict_functions_are_held_to_their_schemas(make: MakeCalls) -> None:
+    """Whether calls are required or not, one or several."""
+    schema = {"type": "object", "properties": {"only_here": {"type": "integer"}}, "required": ["only_here"]}
+    for is_required in (True, False):
+        for is_parallel in (True, False):
+            functions = (Function("f", schema, is_strict=True), Function("g"))
+            form = _started(make(), functions).grammar(CallRule(functions, is_required, is_parallel))
+            if form is None:
+                raise SkipCheck("the parser has no grammar")
+            what = f"is_required={is_required} and is_parallel={is_parallel}"
+            assert "only_here" in json.dumps(form), f"the grammar with {what} does not hold a strict function to its schema"
 
 
 def check_responses_stand_alone(make: MakeCalls) -> None:

@@ -24,6 +24,7 @@ from frame.core.interfaces.platform import SupportsGraphs, SupportsStreams
 from frame.plugins.devices import capture_graph, open_platform
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.generators import require_bounded
+from frame.testing.ranks import collective_values
 from frame.testing.ranks.rank_threads import (
     PATIENCE,
     count_ranks,
@@ -37,12 +38,14 @@ from frame.testing.ranks.rank_threads import (
 
 MAX_SECONDS = 0.015  # of the fastest sum
 _LONG = 12.0  # seconds of a timeout that no operation should need
+LATE = 15.0  # seconds after which an operation with a timeout of two goes on too long
 _TYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
 def suite(subject: Subject) -> Iterable[Check]:
     """The checks of a collective, on the device that the setting names."""
     yield from collect(__name__, subject)
+    yield from collect(collective_values.__name__, subject)
 
 
 def check_members_have_their_places(subject: Subject) -> None:
@@ -353,19 +356,51 @@ def check_named_groups_meet_at_one_address(subject: Subject) -> None:
 
 def check_absent_ranks_end_the_wait(subject: Subject) -> None:
     require_several(subject)
-    platform = open_platform(f"{get_device(subject)}:0")
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.monotonic()
+    ends: list[BaseException | None] = []
+
+    def wait(meeting: str) -> None:
+        platform = open_platform(f"{get_device(subject)}:0")
         try:
-            context = CollectiveContext(0, 2, f"file://{Path(folder) / 'ranks'}", platform, timeout=1.0)
-            group: Collective = subject.target(context, subject.options)
+            platform.activate()
+            group: Collective = subject.target(CollectiveContext(0, 2, meeting, platform, timeout=1.0), subject.options)
             group.all_reduce(torch.ones(1, device=platform.device))
             if isinstance(platform, SupportsStreams):
                 platform.synchronize()
-        except RuntimeError:
-            assert time.monotonic() - start < 20, "a group whose other ranks do not come must end after its timeout"
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            ends.append(error)
+        else:
+            ends.append(None)
+
+    with tempfile.TemporaryDirectory() as folder:
+        has_ended = run_threads(1, lambda _: wait(f"file://{Path(folder) / 'ranks'}"), 20.0)
+    assert has_ended, "a group whose other ranks do not come must end after its timeout"
+    assert isinstance(ends[0], RuntimeError), f"a group whose other ranks do not come must raise RuntimeError, not {ends[0]!r:.200}"
+
+
+def check_operations_end_after_the_timeout(subject: Subject) -> None:
+    """The other rank has joined, and calls nothing."""
+    if require_several(subject) and get_device(subject) != "cpu":
+        raise SkipCheck("on a device, the watchdog of a library may end the process")
+    names, ends = ("recv", "all_reduce"), dict[str, BaseException | None]()
+    over = {name: threading.Event() for name in names}
+
+    def act(rank: int, name: str, meeting: str) -> None:
+        group = subject.target(CollectiveContext(rank, 2, meeting, open_platform("cpu"), timeout=2.0), subject.options)
+        if rank == 1:
+            over[name].wait(LATE)
             return
-    raise AssertionError("a group whose other ranks do not come must raise RuntimeError")
+        try:
+            group.all_reduce(torch.ones(1)) if name == "all_reduce" else group.recv(torch.ones(1), 1)
+            ends[name] = None
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            ends[name] = error
+        over[name].set()
+
+    with tempfile.TemporaryDirectory() as folder:
+        run_threads(4, lambda number: act(number % 2, names[number // 2], f"file://{Path(folder) / names[number // 2]}"), LATE)
+    for name in names:
+        assert name in ends, f"{name} goes on {LATE:g} seconds after its timeout of 2, when the other rank calls nothing"
+        assert isinstance(ends[name], RuntimeError), f"{name} of one rank alone must raise RuntimeError, not {ends[name]!r:.200}"
 
 
 def check_ends_are_noticed(subject: Subject) -> None:

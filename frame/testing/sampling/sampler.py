@@ -19,6 +19,7 @@ from frame.core.sampling.sampler import TORCH
 from frame.interfaces.sampler import RowSampler, SupportsSlots
 from frame.plugins.devices import capture_graph, open_platform
 from frame.testing.conformance import Check, Subject, collect, count_elements, unchanged_process
+from frame.testing.sampling import sampler_values
 from frame.testing.sampling.processor_inputs import BAD_VALUES
 from frame.testing.sampling.sampler_bench import PROMPT, SLOTS, VOCAB, Bed, Bench, make_logits, require_tokens
 from frame.testing.torch_calls import TorchCalls
@@ -42,7 +43,8 @@ def suite(subject: Subject) -> Iterator[Check]:
         "draft_": not bench.can.drafts or "seed" not in bench.can.params,
         "gpu_": bench.device != "cuda" or not bench.can.graphs,
     }
-    return (check for check in collect(__name__, bench) if not any(no and check.name.startswith(name) for name, no in leave_out.items()))
+    checks = (*collect(__name__, bench), *collect(sampler_values.__name__, bench))
+    return (check for check in checks if not any(no and check.name.startswith(name) for name, no in leave_out.items()))
 
 
 # what is drawn ------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from frame.testing.generators import Salted, require_growth
 MAX_SECONDS = 1e-3  # of one choice among 64 replicas; the router's event loop waits for it
 NUM_BLOCKS = 32  # of a long prompt
 MAX_SHARE = 2.0  # of the mean that a replica gets of requests that have nothing in common
-MEMORY = 40_000  # requests, after which a policy remembers no more than after twice as many
+MEMORY = 40_000  # requests, half of them of new sessions, between two looks at what a policy remembers
+MAX_LOOKS, MAX_ELEMENTS = 8, 1_000_000  # one of which what it remembers must not reach while it grows
 ODD_SESSIONS = ("0", " ", "a" * 10_000, "ü", "\udc80", "\x00", "None", "a/b?c=d")
 
 Make = Callable[[], RoutingPolicy]
@@ -125,13 +126,16 @@ def check_policies_are_apart(make: Make) -> None:
 
 
 def check_memory_is_bounded(make: Make) -> None:
-    policy, prompts, sizes = make(), Prompts(), []
+    """Any bound will do: it is found where what the policy remembers no more grows."""
+    policy, prompts, sizes = make(), Prompts(), [0]
     loads = dict.fromkeys(range(4), 0)
-    for number in range(2 * MEMORY):
-        policy.choose_replica(RoutingRequest(prompts.make(8), f"{number}" if number % 2 else ""), loads)
-        if number % MEMORY == MEMORY - 1:
-            sizes.append(count_elements(policy, maximum=1_000_000))
-    assert sizes[1] <= 1.1 * sizes[0] + 1000, f"it holds {sizes[0]} elements after {MEMORY} requests, and {sizes[1]} after twice as many"
+    while len(sizes) <= MAX_LOOKS and sizes[-1] < MAX_ELEMENTS:
+        for number in range(MEMORY):
+            policy.choose_replica(RoutingRequest(prompts.make(8), f"{len(sizes)}-{number}" if number % 2 else ""), loads)
+        sizes.append(count_elements(policy, maximum=3 * MAX_ELEMENTS))
+        if len(sizes) > 2 and sizes[-1] <= sizes[-2] + MEMORY // 40:
+            return
+    raise AssertionError(f"after each {MEMORY} requests it holds more elements: {sizes[1:]}")
 
 
 def check_choice_is_fast(make: Make) -> None:
@@ -284,6 +288,74 @@ def check_prefix_is_forgotten(make: Make) -> None:
     assert got[1] == 1, "forget_replica forgot another replica's prompts"
 
 
+def check_prefix_told_by_caches(make: Make) -> None:
+    """A replica has the share of a prompt that its cache tells, 0.0 included; one that tells none
+    has what was sent to it; and a replica that is not offered is not chosen whatever it tells."""
+    policy, prompts, rng = make(), Prompts(), random.Random(5)
+    for turn in range(200):
+        replicas = rng.sample(range(100), rng.randint(2, 5))
+        talk, held = prompts.make(10), dict[int, float]()
+        for replica in replicas:
+            if sent := rng.choice((0, 3, 6, 10)):
+                choose(policy, RoutingRequest(talk[:sent]), {replica: 0})
+                held[replica] = sent / 10
+        told = {replica: rng.choice((0.0, 0.0, 0.3, 0.6, 1.0)) for replica in replicas if rng.random() < 0.5}
+        shares = {replica: told.get(replica, held.get(replica, 0.0)) for replica in replicas}
+        told[100 + turn % 3] = 1.0
+        chosen = choose(policy, RoutingRequest(talk, cached=told), dict.fromkeys(replicas, 1))
+        best = max(shares.values())
+        assert shares[chosen] == best, f"replica {chosen} has {shares[chosen]:.0%} of a prompt, and another one {best:.0%}; told are {told}"
+
+
+def check_load_counts_more_than_a_told_prompt(make: Make) -> None:
+    """A whole prompt in the cache of a replica with hundreds of sequences more brings it no new
+    prompt."""
+    policy, prompts, rng = make(), Prompts(), random.Random(6)
+    for _ in range(100):
+        replicas = rng.sample(range(100), rng.randint(2, 4))
+        busy, others = replicas[0], replicas[1:]
+        loads = {busy: rng.randint(400, 5000)} | {replica: rng.randrange(4) for replica in others}
+        told = {busy: rng.choice((0.9, 0.99, 1.0))} | {replica: 0.0 for replica in others if rng.random() < 0.5}
+        request = RoutingRequest(prompts.make(rng.randint(1, 9)), cached=told)
+        chosen = choose(policy, request, dict(rng.sample([*loads.items()], len(loads))))
+        assert chosen != busy, f"of the loads {loads} the greatest got a prompt that its cache has"
+
+
+def check_load_is_that_of_the_number(make: Make) -> None:
+    """Replicas whose numbers have low bits in common are different ones."""
+    policy, prompts, rng = make(), Prompts(), random.Random(7)
+    for _ in range(200):
+        low = rng.randrange(8)
+        busy, free = rng.sample([low + (step << bits) for bits in (3, 5, 6, 8, 10, 12) for step in range(1, 3)] + [low], 2)
+        chosen = choose(policy, RoutingRequest(prompts.make(2)), dict(rng.sample([(busy, 50), (free, 0)], 2)))
+        assert chosen == free, f"replica {busy} with 50 sequences got a new prompt, beside replica {free} with none"
+
+
+def check_prefix_stays_where_a_request_was_refused(make: Make) -> None:
+    """Requests that are under way together, some refused: a replica has what it had before, and
+    nothing of the refused request, which may be sent to another replica next."""
+    policy, prompts, rng = make(), Prompts(), random.Random(8)
+    for _ in range(30):
+        talks = [prompts.make(rng.randint(1, 4)) for _ in range(4)]
+        for replica, talk in enumerate(talks):
+            choose(policy, RoutingRequest(talk), {replica: 0})
+        sent = [RoutingRequest(prompts.extend(talk, 4), notes={}) for talk in talks]
+        for replica in rng.sample(range(4), 4):
+            choose(policy, sent[replica], {replica: 0})
+        refused = rng.sample(range(4), rng.randint(1, 3))
+        for replica in refused:
+            policy.forget_request(sent[replica], replica)
+            if rng.random() < 0.5:  # the next try, whose replica refuses it too
+                choose(policy, sent[replica], {4: 0})
+                policy.forget_request(sent[replica], 4)
+        for replica in rng.sample(range(4), 4):
+            home = choose(policy, RoutingRequest(talks[replica]), {5: 0, replica: 1})
+            assert home == replica, "after replicas refused requests, a prompt leaves the replica that had it before"
+            choose(policy, RoutingRequest(sent[replica].blocks[:-2]), {6: 0})
+            home = choose(policy, RoutingRequest(sent[replica].blocks), {replica: 1, 6: 1})
+            assert home == (6 if replica in refused else replica), "a request that was refused counts as sent, or one that was not is lost"
+
+
 def check_session_stays(make: Make) -> None:
     """Requests of a session go to one replica whatever their prompts; sessions spread."""
     policy, prompts = make(), Prompts()
@@ -334,3 +406,19 @@ def check_session_names_are_compared_whole(make: Make) -> None:
     for length in (8, 64, 300):
         got = {choose(policy, RoutingRequest([], "x" * length + f"{n}"), dict.fromkeys(range(4), 0)) for n in range(100)}
         assert len(got) == 4, f"100 sessions whose names begin with {length} equal characters are all on {len(got)} of 4 replicas"
+
+
+def check_session_does_not_depend_on_earlier_requests(make: Make) -> None:
+    """Of two routers, one has seen replicas come and go: each session has the same replica on both,
+    whatever numbers the replicas have."""
+    policy, rng, replicas = make(), random.Random(9), (2, 34, 66, 1026)
+    names = [f"talk {number}" for number in range(60)]
+    for name in names:
+        for _ in range(4):
+            choose(policy, RoutingRequest([], name), dict.fromkeys(rng.sample([*replicas, 7, 8], rng.randint(1, 4)), 0))
+    new = make()
+    for name in names:
+        got = [choose(each, RoutingRequest([], name), dict.fromkeys(replicas, 0)) for each in (policy, new)]
+        assert got[0] == got[1], f"a session goes to replica {got[1]} at first, and to {got[0]} where replicas came and went"
+    got = [choose(new, RoutingRequest([], name), dict.fromkeys(replicas, 0)) for name in names]
+    assert {*got} == {*replicas}, f"60 sessions are on the replicas {sorted({*got})} of {sorted(replicas)}"

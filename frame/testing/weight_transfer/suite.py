@@ -25,6 +25,7 @@ from frame.core.interfaces.weight_transfer import TransferError, TransferPart
 from frame.interfaces.weight_transfer import WeightTransfer, WeightTransferCapabilities, WeightTransferContext
 from frame.testing.conformance import Check, SkipCheck, Subject, find_checks, unchanged_process
 from frame.testing.generators import make_alike, require_bounded
+from frame.testing.weight_transfer import shared_checks
 from frame.testing.weight_transfer.trainers import FOLDER, FileTrainer, GroupTrainer, Named, Trainer
 
 TIMEOUT = 1.0  # seconds of the transfers under test
@@ -36,13 +37,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8,
 class Rig:
     """A transfer of each rank, and the trainer."""
 
-    def __init__(self, subject: Subject, num_ranks: int = 1) -> None:
+    def __init__(self, subject: Subject, num_ranks: int = 1, timeout: float = TIMEOUT) -> None:
         can = subject.record.capabilities
         self.capabilities = can if isinstance(can, WeightTransferCapabilities) else WeightTransferCapabilities()
         make = getattr(subject.target, "make_conformance_trainer", GroupTrainer if self.capabilities.joins else FileTrainer)
         self.trainer: Trainer = make(num_ranks)
-        contexts = [WeightTransferContext(torch.device("cpu"), rank, num_ranks, TIMEOUT) for rank in range(num_ranks)]
+        contexts = [WeightTransferContext(torch.device("cpu"), rank, num_ranks, timeout) for rank in range(num_ranks)]
         self.transfers: list[WeightTransfer] = [subject.target(context, subject.options) for context in contexts]
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Those that the transfer may not refuse."""
+        return ("separate", "flattened") if self.capabilities.joins else ("separate",)
 
     @property
     def transfer(self) -> WeightTransfer:
@@ -85,15 +91,15 @@ Make = Callable[..., Rig]
 
 def suite(subject: Subject) -> Iterator[Check]:
     """`weight_transfer/1`."""
-    for name, check in find_checks(__name__):
+    for name, check in (each for module in (__name__, shared_checks.__name__) for each in find_checks(module)):
         yield Check(name, partial(_run, check, subject))
 
 
 def _run(check: Any, subject: Subject) -> None:
     rigs: list[Rig] = []
 
-    def make(num_ranks: int = 1) -> Rig:
-        rigs.append(Rig(subject, num_ranks))
+    def make(num_ranks: int = 1, **arguments: Any) -> Rig:
+        rigs.append(Rig(subject, num_ranks, **arguments))
         return rigs[-1]
 
     try:

@@ -155,7 +155,7 @@ class Case:
         weight = self.make(experts=3)
         product = self.kernel.prepare_experts(weight)
         weight = self.make(experts=3)
-        for sizes in ((4, 0, 3), (0, 0, 1), (33, 20, 1), (2, 2, 0)):
+        for sizes in ((4, 0, 3), (0, 0, 1), (33, 20, 1), (2, 2, 0), (0, 0, 0)):
             x = self.input(sum(sizes))
             ends = torch.tensor(sizes).cumsum(0).to(self.device, torch.int32)
             parts = [self.reference(part, weight.expert(index)) for index, part in enumerate(x.split(sizes))]
@@ -174,6 +174,14 @@ class Case:
         for rows in (1, 70):
             x = self.input(rows)
             self.compare(product(x, bias), self.reference(x, self.make()) + bias.double(), f"{rows} rows with a bias")
+        x = self.input(12)
+        expected = self.reference(x, self.make()) + bias.double()
+        for shape in ((12,), (1, 12), (3, 4), (4, 3, 1), (2, 2, 3)):
+            got = product(x.view(*shape, INPUTS), bias)
+            self.compare(got, expected.view(*shape, -1), f"rows of the dimensions {shape} with a bias")
+        for shape in ((0,), (2, 0), (0, 3)):
+            got = product(x.new_empty(*shape, INPUTS), bias)
+            assert got.shape == (*shape, OUTPUTS), f"no rows, of the dimensions {shape}, with a bias: the result is {list(got.shape)}"
 
     def check_row_alone(self) -> None:
         product = self.kernel.prepare(self.make())

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from frame.interfaces.adapter import AdapterCapabilities, AdapterConfig, AdapterError, AdapterFormat, LowRankDelta
+from frame.plugins.adapters.dora import DoraFormat
+from frame.plugins.adapters.lora import LoraFormat
 from tests.testing.mutants import MutantList
 
 OPTIONS = {"format", "rank", "base", "invocation", "alphas"}
@@ -399,3 +401,86 @@ class NamesNoTensor(PlainFormat):
 @mutant.using(capabilities=AdapterCapabilities(selects=(("lora_type", None),)))
 class SelectsEverything(PlainFormat):
     """Its capabilities select the adapters of every other format."""
+
+
+@mutant
+class KeepsByAddress(PlainFormat):
+    """Keeps the first configuration that it saw at an address."""
+
+    def __init__(self, context: Any, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.kept: dict[int, Mapping[str, Any]] = {}
+
+    def read_deltas(self, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterable[tuple[str, LowRankDelta]]:
+        if len(self.kept) > 100:
+            self.kept.clear()
+        return super().read_deltas(self.kept.setdefault(id(config), dict(config)), tensors)
+
+
+@mutant
+class TakesZeroForNone(Changed):
+    """Takes an alpha of 0 for one that is missing."""
+
+    def change(self, name: str, delta: LowRankDelta, config: Mapping[str, Any]) -> LowRankDelta:
+        return replace(delta, scale=delta.scale or 1.0)
+
+
+class Edited(LoraFormat):
+    """Reads another configuration of PEFT than is stored."""
+
+    def edit(self, config: dict[str, Any]) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    def read_config(self, config: Mapping[str, Any]) -> AdapterConfig:
+        return super().read_config(self.edit(dict(config)))
+
+    def read_deltas(self, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, LowRankDelta]]:
+        return super().read_deltas(self.edit(dict(config)), tensors)
+
+
+LORA = AdapterCapabilities(selects=(("peft_type", "LORA"), ("use_dora", None)))
+DORA = AdapterCapabilities(selects=(("peft_type", "LORA"), ("use_dora", True)))
+
+
+@mutant.using(capabilities=LORA)
+class TakesTheLastPattern(Edited):
+    """The last pattern that matches a layer counts."""
+
+    def edit(self, config: dict[str, Any]) -> Mapping[str, Any]:
+        patterns = {key: value for key, value in config.items() if key.endswith("pattern") and isinstance(value, dict)}
+        return config | {key: dict(reversed(value.items())) for key, value in patterns.items()}
+
+
+@mutant.using(capabilities=LORA)
+class DefaultsToTheRank(Edited):
+    """The alpha is the rank where the configuration has none, and not 8 as PEFT's."""
+
+    def edit(self, config: dict[str, Any]) -> Mapping[str, Any]:
+        return {"lora_alpha": config.get("r", 8)} | config
+
+
+@mutant.using(capabilities=LORA)
+class RefusesNull(Edited):
+    """Refuses patterns that are null, as PEFT writes those that are not used."""
+
+    def edit(self, config: dict[str, Any]) -> Mapping[str, Any]:
+        if None in (config.get("alpha_pattern", {}), config.get("rank_pattern", {})):
+            raise AdapterError("adapter_config.json: a pattern is null: save the adapter again")
+        return config
+
+
+@mutant.using(capabilities=LORA)
+class TakesTheRankOfAll(LoraFormat):
+    """Gives the rank of the configuration, also where a pattern has a larger one."""
+
+    def read_config(self, config: Mapping[str, Any]) -> AdapterConfig:
+        return replace(super().read_config(config), rank=config.get("r", 8))
+
+
+@mutant.using(capabilities=DORA)
+class RoundsNorms(DoraFormat):
+    """Rounds the norms of rows to the type of the factors."""
+
+    def read_layer(self, *arguments: Any) -> LowRankDelta:
+        delta = super().read_layer(*arguments)
+        return replace(delta, output_norm=None if delta.output_norm is None else delta.output_norm.to(delta.a.dtype))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 
+from frame.core.interfaces.collective import CollectiveCapabilities, CollectiveContext
+from frame.plugins.collectives.gloo import Gloo
 from tests.plugins.fake_collective import CAPABILITIES, StoreCollective
 from tests.testing.mutants import MutantList
 
@@ -201,3 +204,62 @@ class LosesTheSignOfZeros(StoreCollective):
         for other in others:
             total = total + other
         return total.to(tensor.dtype)
+
+
+@mutant.using(capabilities=replace(CAPABILITIES, batch_invariant=True))
+class AddsIntegersAsFloats(StoreCollective):
+    """Adds in float64 where sums are deterministic, integers too."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = self.collect(tensor)
+        if not self.context.deterministic:
+            return torch.stack(found).sum(0, dtype=tensor.dtype)
+        kind = tensor.dtype if tensor.is_floating_point() else torch.float64
+        total, *others = (each.to(kind) for each in found)
+        for other in others:
+            total = total + other
+        return total.to(tensor.dtype)
+
+
+@mutant
+class LosesTheShapeOfNoRows(StoreCollective):
+    """Returns one dimension where no row is received."""
+
+    def all_to_all(self, tensor: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int]) -> torch.Tensor:
+        result = super().all_to_all(tensor, send_rows, recv_rows)
+        return result if len(result) else tensor.new_empty(0)
+
+
+@mutant
+class CountsDimensionsFromTwo(StoreCollective):
+    """Takes a dimension that is counted from the end for one of two."""
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        return super().reduce_scatter(tensor, dim if dim >= 0 else max(0, dim + 2))
+
+
+@mutant.using(capabilities=CollectiveCapabilities(devices=("cpu",)))
+class SaysThatSendsHaveEnded(Gloo):
+    """Says that the tensor of a started send may be written while it is being sent."""
+
+    sends: list[Any]
+
+    def start_send(self, tensor: torch.Tensor, target: int) -> None:  # type: ignore[override]
+        self.__dict__.setdefault("sends", []).append(super().start_send(tensor, target))
+
+
+@mutant.using(capabilities=CollectiveCapabilities(devices=("cpu",)))
+class HasATimeoutOfItsOwn(Gloo):
+    """Waits a minute in each operation, whatever the timeout of the group."""
+
+    def make_group(self, store: Any, limit: timedelta) -> Any:
+        return super().make_group(store, timedelta(seconds=60))
+
+
+@mutant
+class WaitsLongerInOperations(StoreCollective):
+    """Ends the joining after the timeout, and an operation after a minute."""
+
+    def __init__(self, context: CollectiveContext, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.context = replace(context, timeout=60.0)

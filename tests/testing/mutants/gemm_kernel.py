@@ -180,6 +180,27 @@ class KeepsADequantizedCopy(Dequantized):
 
 
 @mutant
+class AddsTheBiasToRowsAlone(Dequantized):
+    """Leaves out the bias where rows have more than one dimension."""
+
+    def multiply(self, x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super().multiply(x, dense, bias if x.dim() == 2 else None)
+
+
+class NoRows(DenseExperts):
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x, ends) if len(x) else x.new_empty(0)
+
+
+@mutant
+class LosesTheOutputsOfNoRows(Dequantized):
+    """Returns one dimension where no expert has a row."""
+
+    def prepare_experts(self, weight: CanonicalWeight) -> GroupedGemm:
+        return NoRows(self, weight)
+
+
+@mutant
 class CountsUnquantizedWeights(Dequantized):
     """Tells the memory plan the bytes of unquantized weights."""
 

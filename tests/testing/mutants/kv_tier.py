@@ -17,7 +17,7 @@ from frame.core.interfaces.kv_tier import KVTier, KVTierCapabilities, KVTierCont
 from frame.plugins.kv_tiers.block_files import BlockFiles
 from frame.plugins.kv_tiers.disk import DiskTier
 from frame.plugins.kv_tiers.host import HostTier
-from tests.testing.mutants import MutantList
+from tests.testing.mutants import MutantList, kv_tier_use
 
 
 class Options(BaseModel):
@@ -636,3 +636,9 @@ class FillsBuffersInPoll(DictTier):
                     buffer.copy_(content)
         self.later: dict[int, list[torch.Tensor]] = {}
         return super().poll()
+
+
+for target in kv_tier_use.OF_MEMORY:
+    mutant(target)
+for target in kv_tier_use.OF_DISKS:
+    mutant(target, capabilities=PERSISTENT)

@@ -245,3 +245,28 @@ class ReadsAllAgain(ThinkTags):
         self.text += text
         re.findall(r"[{\[]\d", self.text)
         return super().feed(text)
+
+
+@mutant
+class MayAlwaysThink(ThinkTags):
+    """Lets the model reason where the client switched reasoning off."""
+
+    def begin(self, prompt_end: str, may_think: bool = True) -> None:
+        super().begin(prompt_end)
+
+
+@mutant
+class CallsWithoutReasoning(ThinkTags):
+    """Allows calls alone where the prompt has opened the reasoning."""
+
+    def grammar(self, reply: Format, *, is_calls: bool) -> Format:
+        return reply if is_calls else super().grammar(reply, is_calls=is_calls)
+
+
+@mutant
+class SearchesThePrompt(ThinkTags):
+    """Takes a tag within the prompt for one that opens the reasoning."""
+
+    def begin(self, prompt_end: str, may_think: bool = True) -> None:
+        head, tag, tail = prompt_end.rpartition("<think>")
+        super().begin(head + tag if tag and "</think>" not in tail else prompt_end, may_think)

@@ -50,9 +50,18 @@ class Sticky(RoutingPolicy):
         if request.session:
             return max(loads, key=lambda replica: self.rank(request.session, replica))
         free = [replica for replica in loads if self.is_free(replica, loads)]
-        chosen = max(free, key=lambda replica: (self.count(request.blocks, replica), -loads[replica]))
+        chosen = max(free, key=lambda replica: (self.get_share(request, replica), -loads[replica]))
+        request.notes[chosen] = self.count(request.blocks, chosen)
         self.remember(request.blocks, chosen)
         return chosen
+
+    def get_share(self, request: RoutingRequest, replica: int) -> float:
+        told = request.cached.get(replica)
+        return self.count(request.blocks, replica) / max(1, len(request.blocks)) if told is None else told
+
+    def forget_request(self, request: RoutingRequest, replica: int) -> None:
+        for block in request.blocks[request.notes.get(replica, len(request.blocks)) :]:
+            self.known.get(block, set()).discard(replica)
 
     def forget_replica(self, replica: int) -> None:
         for holders in self.known.values():
@@ -349,3 +358,108 @@ class DrawsFromAll(Sticky):
         if request.session or random.random() < 0.9:
             return super().choose_replica(request, loads)
         return random.choice([*loads])
+
+
+@mutant
+class TakesZeroForUnknown(Sticky):
+    """Estimates the share of a replica whose cache tells that it has nothing."""
+
+    def get_share(self, request: RoutingRequest, replica: int) -> float:
+        return request.cached.get(replica) or super().get_share(RoutingRequest(request.blocks), replica)
+
+
+@mutant
+class TakesUnknownForZero(Sticky):
+    """Takes the share of replicas that tell none for zero where others tell theirs."""
+
+    def get_share(self, request: RoutingRequest, replica: int) -> float:
+        return request.cached.get(replica, 0.0) if request.cached else super().get_share(request, replica)
+
+
+@mutant
+class TakesTheBestToldReplica(Sticky):
+    """Takes the replica with the greatest told share, also one that is not offered."""
+
+    def choose_replica(self, request: RoutingRequest, loads: Mapping[int, int]) -> int:
+        best = max(request.cached, key=request.cached.__getitem__, default=None)
+        if best is not None and loads.get(best, 0) <= min(loads.values()) + MAX_EXCESS:
+            return best
+        return super().choose_replica(request, loads)
+
+
+@mutant
+class SendsTheToldAnyway(Sticky):
+    """Sends a prompt to the replica whose cache has nearly all of it, whatever the load there."""
+
+    def choose_replica(self, request: RoutingRequest, loads: Mapping[int, int]) -> int:
+        told = {replica for replica in loads if request.cached.get(replica, 0.0) >= 0.9}
+        return super().choose_replica(request, {each: load for each, load in loads.items() if each in told} or loads)
+
+
+@mutant
+class FoldsNumbers(Sticky):
+    """Has 64 places for replicas, and takes replica 64 for replica 0."""
+
+    def choose_replica(self, request: RoutingRequest, loads: Mapping[int, int]) -> int:
+        folded: dict[int, int] = {}
+        for replica in loads:
+            folded.setdefault(replica % 64, replica)
+        told = {replica % 64: share for replica, share in request.cached.items() if replica in loads}
+        inner = RoutingRequest(request.blocks, request.session, told, request.notes)
+        return folded[super().choose_replica(inner, {place: loads[replica] for place, replica in folded.items()})]
+
+    def forget_request(self, request: RoutingRequest, replica: int) -> None:
+        super().forget_request(request, replica % 64)
+
+    def forget_replica(self, replica: int) -> None:
+        super().forget_replica(replica % 64)
+
+
+@mutant
+class ForgetsWholePrompts(Sticky):
+    """Forgets the beginning of a refused prompt too, which the replica had before."""
+
+    def forget_request(self, request: RoutingRequest, replica: int) -> None:
+        super().forget_request(RoutingRequest(request.blocks, notes={replica: 0}), replica)
+
+
+@mutant
+class KeepsRefusedRequests(Sticky):
+    """Counts a refused request as sent."""
+
+    def forget_request(self, request: RoutingRequest, replica: int) -> None: ...
+
+
+@mutant
+class NotesTheLastChoice(Sticky):
+    """Keeps the notes of the last choice, which another request may have made since."""
+
+    last: Any = None
+
+    def choose_replica(self, request: RoutingRequest, loads: Mapping[int, int]) -> int:
+        chosen = super().choose_replica(request, loads)
+        self.last = request.notes
+        return chosen
+
+    def forget_request(self, request: RoutingRequest, replica: int) -> None:
+        count = next(iter(self.last.values()), 0)
+        super().forget_request(RoutingRequest(request.blocks, notes={replica: count}), replica)
+
+
+@mutant
+class KeepsTheSubstitute(Sticky):
+    """Leaves a session on the replica that it got while its own was away."""
+
+    def __init__(self, context: RoutingContext, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.homes: OrderedDict[str, int] = OrderedDict()
+
+    def choose_replica(self, request: RoutingRequest, loads: Mapping[int, int]) -> int:
+        if request.session and self.homes.get(request.session) in loads:
+            return self.homes[request.session]
+        chosen = super().choose_replica(request, loads)
+        if request.session:
+            self.homes[request.session] = chosen
+            while len(self.homes) > 1000:
+                self.homes.popitem(last=False)
+        return chosen

@@ -13,7 +13,7 @@ from frame.core.interfaces.batch import SlotSetup
 from frame.core.interfaces.device_operations import DeviceOperations
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.interfaces.sampler import RowSampler, SamplerCapabilities, SamplerContext, SupportsSlots
-from tests.testing.mutants import MutantList
+from tests.testing.mutants import MutantList, sampler_values
 
 Params = Mapping[str, torch.Tensor]
 NO_LIMIT = 1e9
@@ -491,3 +491,7 @@ class FailsWithoutRows(Surprise):
 @mutant.using(capabilities=SamplerCapabilities(params=("seed",), custom=("tau",)))
 class ClaimsDrafts(Surprise):
     """Says that its draws verify drafts and follow seeds, and moves with each token."""
+
+
+for target in sampler_values.WRONG:
+    mutant(target, capabilities=SamplerCapabilities())

@@ -305,3 +305,44 @@ class SwapsNames(Hermes):
 
     def start_call(self, name: str, arguments: Any = "") -> None:
         super().start_call(name[:-1] or "_", arguments)
+
+
+@mutant
+class IsNeverStrict(Hermes):
+    """Holds no function to its schema unless calls are required."""
+
+    def grammar(self, rule: CallRule) -> Format | None:
+        return super().grammar(replace(rule, functions=tuple(replace(each, is_strict=False) for each in rule.functions)))
+
+
+@mutant
+class DropsPartsOfCharacters(Hermes):
+    """Drops U+FFFD at the end of a piece, as if the rest of the character were to come."""
+
+    def feed(self, text: str) -> ToolDelta:
+        return super().feed(text.rstrip("\ufffd"))
+
+
+@mutant
+class HoldsArguments(Hermes):
+    """Returns the arguments of a call in one piece, when the call has ended."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.late = ""
+
+    def emit_arguments(self, arguments: str) -> None:
+        self.late += arguments
+
+    def emit_late(self) -> None:
+        if self.late:
+            super().emit_arguments(self.late)
+        self.late = ""
+
+    def end_objects(self, *arguments: Any) -> Any:
+        self.emit_late()
+        return super().end_objects(*arguments)
+
+    def end(self) -> None:
+        self.emit_late()
+        super().end()

@@ -323,3 +323,49 @@ class SharesOneGroup(GroupTransfer):
     def receive(self, part: TransferPart) -> Received:
         owner = type(self).last or self
         yield from GroupTransfer.receive(owner, part)
+
+
+@mutant
+class KnowsUsualTypes(IpcTransfer):
+    """Knows the types of usual checkpoints, and not those of scales and masks."""
+
+    def receive(self, part: TransferPart) -> Received:
+        for spec in part.tensors:
+            if spec.dtype in ("float8_e8m0fnu", "bool"):
+                raise KeyError(spec.dtype)
+        yield from super().receive(part)
+
+
+@mutant
+class WaitsForAWriter(IpcTransfer):
+    """Opens what a handle names whatever it is, and waits for the writer of a pipe."""
+
+    def _open(self, buffer: Any, stack: Any) -> Any:
+        name = buffer.handle.rpartition("/")[2]
+        if name and Path(FOLDER, name).exists():
+            os.close(os.open(f"{FOLDER}/{name}", os.O_RDONLY))
+        return super()._open(buffer, stack)
+
+
+@mutant
+class KeepsItsScratch(IpcTransfer):
+    """Copies each tensor into memory that it keeps after `close`."""
+
+    scratch = torch.empty(0, dtype=torch.uint8)
+
+    def receive(self, part: TransferPart) -> Received:
+        for name, tensor in super().receive(part):
+            if len(self.scratch) < tensor.nbytes:
+                self.scratch = torch.empty(tensor.nbytes, dtype=torch.uint8)
+            flat = self.scratch[: tensor.nbytes]
+            flat.copy_(tensor.reshape(-1).view(torch.uint8))
+            yield name, flat.view(tensor.dtype).view(tensor.shape)
+
+
+@mutant.using(capabilities=JOINS)
+class WaitsAfterClose(GroupTransfer):
+    """`close` by another thread leaves `open` waiting for the trainer until its timeout."""
+
+    def close(self) -> None:
+        self._left = threading.Event()
+        super().close()
