@@ -94,6 +94,7 @@ UNTESTED: dict[str, str] = {
     "frame.entrypoints.offline.transcribing": "tests/entrypoints/test_word_times.py and tests/models transcribe by it",
     "frame.testing.kv_tier.cost_checks": "tests/testing runs it in the suite of cache tiers, whose mutants it kills",
     "frame.testing.sampling.processor_inputs": "tests/testing runs it in the suite of logits processors, whose mutants it kills",
+    "frame.testing.ranks.collective_values": "tests/testing runs it in the suite of collectives, whose mutants it kills",
     "frame.testing.sampling.sampler_bench": "tests/testing runs it in the suite of samplers, whose mutants it kills",
     "frame.testing.scheduling.eviction_policy": "tests/testing/test_conformance_policies.py runs it on the in-tree policies",
     "frame.testing.serving.http_extension": "tests/testing/test_mutants.py runs it on the HTTP extensions of tests.testing.mutants",
@@ -104,11 +105,11 @@ UNTESTED: dict[str, str] = {
     ),
     "frame.kernels.gluon_pipeline": "the Gluon kernels that tests/gpu multiplies with are made of it",
     **dict.fromkeys(
-        ("frame.testing.kv_tier.suite", "frame.testing.kv_tier.place_checks"),
+        ("frame.testing.kv_tier.suite", "frame.testing.kv_tier.place_checks", "frame.testing.kv_tier.use_checks"),
         "tests/testing/test_conformance_kv_tier.py runs it on the in-tree tiers",
     ),
     **dict.fromkeys(
-        ("frame.testing.weight_transfer.suite", "frame.testing.weight_transfer.trainers"),
+        tuple(f"frame.testing.weight_transfer.{name}" for name in ("suite", "shared_checks", "trainers")),
         "tests/testing/test_conformance_weight_transfer.py runs it on the in-tree transfers",
     ),
     "frame.testing.torch_calls": "tests/testing runs it in the suites of logits processors and poolers, whose mutants it kills",

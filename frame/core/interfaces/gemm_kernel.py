@@ -77,8 +77,7 @@ class Gemm(Protocol):
         ...
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., inputs] -> [..., outputs], to which the bias [outputs] is added. There may be no
-        rows."""
+        """[..., inputs], also of no rows -> [..., outputs], with the bias [outputs] added."""
         ...
 
 

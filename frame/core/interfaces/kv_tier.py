@@ -94,8 +94,7 @@ class KVTierResult:
 
 class KVTier(ABC):
     """Holds blocks of `block_bytes` bytes by keys of 32 bytes, at most as many as its options
-    allow, those being stored included; it evicts the least recently used. A load is a use, and so
-    is a store of blocks that are held.
+    allow, with those being stored; it evicts the least recently used: a load and a store are uses.
 
     Contract: a job is a number of the caller, which uses each once. No method waits for the place:
     work is done by threads of the tier or of the system. A buffer is uint8 [block_bytes]; it is the

@@ -145,13 +145,13 @@ def write_peft(
             tensors[f"{path}.lora_magnitude_vector"] = delta.output_norm
     ranks, uses_root = {f"^{name}": delta.a.shape[-2] for name, delta in deltas.items()}, config.rank % 2 == 1
     alphas = {f"^{name}": delta.scale * delta.a.shape[-2] ** (0.5 if uses_root else 1) for name, delta in deltas.items()}
-    least, ends = min(ranks.values()), {name.rpartition(".")[2] for name in deltas}
-    ranks |= dict.fromkeys(ends, least)  # the first pattern that matches a layer counts, so that these do not
+    minimum, ends = min(ranks.values()), {name.rpartition(".")[2] for name in deltas}
+    ranks |= dict.fromkeys(ends, minimum)  # the first pattern that matches a layer counts, so that these do not
     alphas |= dict.fromkeys(ends, 123.0)
     if config.invocation and selects.get("use_dora"):
         raise NotImplementedError("DoRA has no invocation")
     return {
-        "peft_type": "LORA", "base_model_name_or_path": config.base_model, "r": least, "lora_alpha": 1, "bias": "none",
+        "peft_type": "LORA", "base_model_name_or_path": config.base_model, "r": minimum, "lora_alpha": 1, "bias": "none",
         "lora_dropout": 0.1, "use_rslora": uses_root, "use_dora": False, "rank_pattern": ranks, "fan_in_fan_out": False,
         "alpha_pattern": alphas, "target_parameters": stacked or None,
         "alora_invocation_tokens": list(config.invocation) or None, "modules_to_save": None,

@@ -60,12 +60,12 @@ def check_exchanges_no_rows(subject: Subject) -> None:
             results.append(group.all_to_all(mine, rows[group.rank], [rows[source][group.rank] for source in range(size)]).cpu())
         return results
 
-    found = run_ranks(subject, act)
+    received = run_ranks(subject, act)
     for number, rows in enumerate(tables):
         sent = [make_tensor(rank, rows=sum(rows[rank])).view(-1, 2, 2).split(rows[rank]) for rank in range(size)]
         for rank in range(size):
             what = f"what rank {rank} receives of {rows}"
-            require_same(found[rank][number], torch.cat([sent[source][rank] for source in range(size)]), what)
+            require_same(received[rank][number], torch.cat([sent[source][rank] for source in range(size)]), what)
 
 
 def check_scatters_sums_along_any_dimension(subject: Subject) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import torch
@@ -16,9 +18,7 @@ import torch
 from frame.core.interfaces.weight_transfer import TRANSFER_DTYPES, TransferError, TransferPart
 from frame.testing.weight_transfer.trainers import FOLDER
 
-if TYPE_CHECKING:
-    from frame.testing.weight_transfer.suite import Make
-
+Make = Callable[[], Any]  # of a Rig of the suite
 LATE = 6.0  # seconds with which a transfer under test fails late at most
 CLOSE_SECONDS = 5.0  # in which `open` ends after `close`, with a timeout of OPEN_SECONDS
 OPEN_SECONDS = 60.0
@@ -45,7 +45,7 @@ def check_handles_of_what_is_no_file(make: Make) -> None:
     """A pipe or a socket by the name of a handle is refused in time; nothing waits for it."""
     rig, tensors = make().open(), [("bytes", torch.zeros(4, dtype=torch.uint8))]
     rig.require_shares()
-    part, pipe = rig.trainer.offer(tensors), FOLDER / f"frame-suite-pipe-{os.getpid()}-{time.time_ns()}"
+    part, pipe = rig.trainer.offer(tensors), FOLDER / f"frame-suite-pipe-{os.getpid()}-{secrets.token_hex(4)}"
     buffers = tuple(msgspec.structs.replace(each, handle=pipe.name) for each in part.buffers)
     ends: list[Any] = []
 
@@ -76,8 +76,8 @@ def check_close_frees_memory(make: Make) -> None:
     for layout in rig.layouts:
         rig.receive([("large", torch.ones(LARGE, dtype=torch.uint8)), ("more", torch.ones(LARGE, dtype=torch.uint8))], layout)
     rig.transfer.close()
-    found = [each for each in _list_reachable(rig.transfer) if isinstance(each, torch.Tensor) and each.nbytes >= LARGE]
-    assert not found, f"{sum(each.nbytes for each in found)} bytes of tensors are held after `close`"
+    held = [each for each in _list_reachable(rig.transfer) if isinstance(each, torch.Tensor) and each.nbytes >= LARGE]
+    assert not held, f"{sum(each.nbytes for each in held)} bytes of tensors are held after `close`"
 
 
 def _list_reachable(plugin: object, maximum: int = 20_000) -> list[object]:
