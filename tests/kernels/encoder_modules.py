@@ -46,7 +46,9 @@ def make_encoders(name: str) -> Any:
         pytest.skip(f"transformers {transformers.__version__} makes no base model of {name}")
     fields = copy.deepcopy({**family.towers, **family.config, "text_config": {**_TEXT, **family.text}})
     torch.manual_seed(1)
-    return transformers.AutoModel.from_config(transformers.CONFIG_MAPPING[family.model_type](**fields), attn_implementation="sdpa")
+    config = transformers.CONFIG_MAPPING[family.model_type](**fields)
+    config.audio_config = None  # whose attention has no such form
+    return transformers.AutoModel.from_config(config, attn_implementation="sdpa")
 
 
 def count_replaced(encoders: torch.nn.Module) -> int:

@@ -591,11 +591,10 @@ class LosesBlocksAtRestart(DiskTier):
 class ForgetsTheQuotaAtRestart(DiskTier):
     """The blocks of earlier processes do not count."""
 
-    def poll(self) -> list[KVTierResult]:
-        size, has_scanned = len(self._index), not self._scanned.empty()
-        results = super().poll()
-        self._max_blocks += len(self._index) - size if has_scanned else 0
-        return results
+    def _take_scanned(self, count: int) -> None:
+        size = len(self._index)
+        super()._take_scanned(count)
+        self._max_blocks += len(self._index) - size
 
 
 @mutant.using(capabilities=PERSISTENT)

@@ -39,7 +39,7 @@ class StoresAreNoUse(HostTier):
 
 
 class EndsItsThreads(DiskTier):
-    """A thread ends at a failure other than a file that is missing or has changed."""
+    """A job never ends where a file fails otherwise than by being missing or changed."""
 
     def _move_blocks(self, job: Any, indexes: Any) -> None:
         errors = {}
@@ -48,7 +48,7 @@ class EndsItsThreads(DiskTier):
                 self._move_block(job, index)
             except BlockError as error:
                 if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
-                    raise SystemExit from error
+                    return
                 errors[index] = str(error)
         self._results.put((job, errors))
 
