@@ -47,7 +47,8 @@ def make_encoders(name: str) -> Any:
     fields = copy.deepcopy({**family.towers, **family.config, "text_config": {**_TEXT, **family.text}})
     torch.manual_seed(1)
     config = transformers.CONFIG_MAPPING[family.model_type](**fields)
-    config.audio_config = None  # whose attention has no such form
+    if name == "Gemma4":
+        config.audio_config = None  # whose attention has no such form
     return transformers.AutoModel.from_config(config, attn_implementation="sdpa")
 
 
