@@ -78,7 +78,7 @@ def test_tokens_are_those_of_a_large_pool(models: dict[str, Model], plan: str, t
     counts = run_ranks(prepared, tmp_path, act)
     assert counts["preempted"] > 0 or "dp" in parallel  # whose pages are twice as many
     assert counts["tier_waiting"] == 0
-    assert sum(tier["loaded_tokens"] for tier in counts["tiers"]) > len(prompts) * 20
+    assert sum(tier["loaded_tokens"] for tier in counts["tiers"]) > len(prompts)  # how many depends on time: late loads are computed
     assert all(tier["stored_tokens"] for tier in counts["tiers"])
 
 
