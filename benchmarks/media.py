@@ -165,10 +165,9 @@ async def measure(server: Server, text_only: Server | None, arguments: argparse.
         await server.run([make_body(make_text(64), make_image(size)) for _ in range(16)], 16)
     for each in (server, *filter(None, [text_only])):
         await each.run([make_body(make_text(same), tokens=64) for _ in range(128)], 128)
-    for _ in range(arguments.rounds):
-        if text_only is None:
-            break
+    for _ in range(0 if text_only is None else arguments.rounds):
         texts = [make_body(make_text(600), tokens=64) for _ in range(256)]
+        assert text_only is not None
         for name, each in (("text", server), ("text_only", text_only)):
             await each.flush()
             rate, _, pause = await each.run(texts, 128)

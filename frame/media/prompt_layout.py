@@ -72,8 +72,8 @@ def lay_out_prompt(
     layout = PromptLayout(items, names, starts[first_runs], (starts + counts)[last_runs], starts, starts + counts, rows)
     if has_spans:
         layout.spans = np.zeros_like(rows)
-        is_heard = [item.modality == "audio" for item in items for _ in item.runs]  # whose tokens see those before them alone
-        layout.spans[places] = np.repeat(np.where(is_heard, 0, starts + counts), counts)
+        is_causal = [item.modality == "audio" for item in items for _ in item.runs]
+        layout.spans[places] = np.repeat(np.where(is_causal, 0, starts + counts), counts)
     if has_positions:
         layout.positions, layout.position_offset = compute_positions(runs)
     return layout, prompt_keys

@@ -13,7 +13,7 @@ from frame.models.layers.attention import AttentionOptions, get_layer_window
 class Qwen2ForCausalLM(ReadsMedia):
     """A config's `layer_types` takes precedence over `max_window_layers`."""
 
-    nested_kinds: ClassVar[tuple[str, ...]] = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl")
+    nested_kinds: ClassVar[tuple[str, ...]] = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl", "seed_oss")
 
     def get_attention_options(self, layer: int) -> AttentionOptions:
         return AttentionOptions(qkv_bias=True, sliding_window=get_layer_window(self.model_config.config, layer))

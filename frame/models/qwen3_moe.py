@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor
 
 
-_ALWAYS, _BY_DEFAULT = "Qwen3VL", "Qwen3Omni"  # renormalize whatever norm_topk_prob says, or where it is absent
+_RENORMALIZING = "Qwen3VL"  # whatever norm_topk_prob says, as in transformers
+_RENORMALIZING_BY_DEFAULT = "Qwen3Omni"
 
 
 class Qwen3MoeForCausalLM(ReadsMedia):
@@ -39,7 +40,7 @@ class Qwen3MoeForCausalLM(ReadsMedia):
         num_experts = config.get("num_experts") or config["num_local_experts"]
         sizes = ExpertSizes(num_experts, hidden, config["moe_intermediate_size"])
         name = self.model_config.architecture
-        renormalizes = name.startswith(_ALWAYS) or bool(config.get("norm_topk_prob", name.startswith(_BY_DEFAULT)))
+        renormalizes = name.startswith(_RENORMALIZING) or bool(config.get("norm_topk_prob", name.startswith(_RENORMALIZING_BY_DEFAULT)))
         rule = RoutingRule(config["num_experts_per_tok"], renormalize=renormalizes)
         return MoE(self.context, prefix, sizes, rule)
 

@@ -11,6 +11,7 @@ import pytest
 import frame.models
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
+from frame.kv_tiers import loads
 from frame.testing.checkpoints import make_checkpoint
 from frame.testing.local_loop import LocalLoop
 from tests.core.greedy import greedy, random_prompts
@@ -57,8 +58,11 @@ TIERS = (("host",), ("disk",), ("host", "disk"))
 @pytest.mark.covering
 @pytest.mark.parametrize("tiers", TIERS, ids="-".join)
 @pytest.mark.parametrize("plan", PLANS)
-def test_tokens_are_those_of_a_large_pool(models: dict[str, Model], plan: str, tiers: tuple[str, ...], tmp_path: Path) -> None:
+def test_tokens_are_those_of_a_large_pool(
+    models: dict[str, Model], plan: str, tiers: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With chunks, overlap and preemption."""
+    monkeypatch.setattr(loads, "DEADLINE_MARGIN", 60.0)  # seconds: on a busy machine too, no load is late
     architecture, parallel = PLANS[plan]
     model = models[architecture]
     moe = {"moe": {"dispatcher": "all_gather_reduce_scatter"}} if "dp" in parallel else {}
@@ -78,7 +82,7 @@ def test_tokens_are_those_of_a_large_pool(models: dict[str, Model], plan: str, t
     counts = run_ranks(prepared, tmp_path, act)
     assert counts["preempted"] > 0 or "dp" in parallel  # whose pages are twice as many
     assert counts["tier_waiting"] == 0
-    assert sum(tier["loaded_tokens"] for tier in counts["tiers"]) > len(prompts)  # how many depends on time: late loads are computed
+    assert sum(tier["loaded_tokens"] for tier in counts["tiers"]) > len(prompts) * 20
     assert all(tier["stored_tokens"] for tier in counts["tiers"])
 
 

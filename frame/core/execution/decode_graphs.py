@@ -316,7 +316,7 @@ class DecodeGraphs:
             return planned, *capture_step(self.platform, pool, lambda: _copy(run(plain), into), lambda: _copy(run(planned), into))
 
         planned, outputs, captured = capture()
-        masked = filtered = other = None
+        masked = filtered = adapted = None
         if self._masks.shape[1]:
             draw = partial(self._draw_again, outputs, params, inputs["drawn_slots"])
             _, masked = capture_step(self.platform, pool, draw, draw)
@@ -326,13 +326,13 @@ class DecodeGraphs:
             filtered = capture_step(self.platform, pool, again, again)
         if self.adapters is not None:
             self.adapters.is_active = True
-            other, _, run_other = capture(outputs)
+            adapted, _, graph = capture(outputs)
             self.adapters.end_step()
         if pool is not None and isinstance(self.platform, SupportsGraphs):  # smaller sizes use the memory: see `create_graph_pool`
             outputs = outputs._replace(logits=self.platform.borrow(outputs.logits))
             filtered = filtered and (filtered[0]._replace(logits=outputs.logits), filtered[1])
         step = CapturedSize(planned, outputs, captured, masked, filtered, _list_views(planned))
-        return step if other is None else replace(step, adapted=replace(step, batch=other, captured=run_other, views=_list_views(other)))
+        return step if adapted is None else replace(step, adapted=replace(step, batch=adapted, captured=graph, views=_list_views(adapted)))
 
     def _draw_again(self, outputs: DecodeOutputs, params: Mapping[str, torch.Tensor], slots: torch.Tensor) -> DecodeOutputs:
         """Draw the tokens again under `_masks`, into the outputs."""

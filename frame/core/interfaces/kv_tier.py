@@ -133,8 +133,7 @@ class KVTier(ABC):
         """The jobs that ended since the last call: loads that were read, and committed stores."""
 
     def list_removed(self) -> list[bytes] | None:
-        """The keys of blocks that left since the last call, those whose load failed included; None:
-        the tier does not tell."""
+        """Keys of the blocks that left since the last call, also by failed loads; None: unknown."""
 
     def clear(self) -> None:
         """Drop the blocks that no job uses, those of other servers included."""

@@ -18,13 +18,16 @@ from frame.plugins.modalities.processor import as_arrays
 
 class SoundReader:
     """Rows and features of one checkpoint. extractor: transformers' feature extractor; config,
-    processor: the objects in config.json and processor_config.json. `max_seconds`: of a sound."""
-
-    max_seconds = float("inf")
+    processor: the objects in config.json and processor_config.json."""
 
     def __init__(self, extractor: Any, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
-        self.extractor = extractor
+        self.extractor, self.processor = extractor, processor
         self.audio: Mapping[str, Any] = config.get("audio_config") or {}
+
+    @property
+    def max_seconds(self) -> float:
+        """Of a sound."""
+        return float("inf")
 
     def count_rows(self, samples: int) -> tuple[int, int]:
         """-> rows, and positions of the encoder (`MediaLayout.patches`)."""
@@ -37,41 +40,40 @@ class SoundReader:
     def _extract(self, samples: np.ndarray | list[np.ndarray], **arguments: Any) -> dict[str, np.ndarray]:
         return as_arrays(self.extractor(samples, sampling_rate=RATE, return_tensors="np", **arguments))
 
+    def _extract_masked(self, samples: np.ndarray, **arguments: Any) -> dict[str, np.ndarray]:
+        outputs = self._extract(samples, return_attention_mask=True, **arguments)
+        return {"input_features": outputs["input_features"], "feature_attention_mask": outputs["attention_mask"]}
+
 
 class Qwen2AudioReader(SoundReader):
     """One window of 30 seconds, whose rows are those of whole pairs of positions."""
 
-    def __init__(self, extractor: Any, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
-        super().__init__(extractor, config, processor)
-        self.max_seconds = int(extractor.n_samples) / RATE
+    @property
+    def max_seconds(self) -> float:
+        return int(self.extractor.n_samples) / RATE
 
     def count_rows(self, samples: int) -> tuple[int, int]:
         length = -(-samples // self.extractor.hop_length)
         return (((length - 1) // 2 + 1) - 2) // 2 + 1, int(self.extractor.n_samples) // (2 * self.extractor.hop_length)
 
     def compute_features(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        outputs = self._extract(samples, return_attention_mask=True, padding="max_length")
-        return {"input_features": outputs["input_features"], "feature_attention_mask": outputs["attention_mask"]}
+        return self._extract_masked(samples, padding="max_length")
 
 
 class VoxtralReader(SoundReader):
     """Whole windows of 30 seconds."""
 
-    def __init__(self, extractor: Any, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
-        super().__init__(extractor, config, processor)
-        self._window = int(extractor.n_samples)
-        positions, width = int(self.audio.get("max_source_positions", 1500)), int(self.audio.get("hidden_size", 1280))
-        self._window_rows = positions * width // int(self.audio.get("intermediate_size", 4 * width))
-
     def count_rows(self, samples: int) -> tuple[int, int]:
-        windows = -(-samples // self._window)
-        return windows * self._window_rows, windows * self._window // (2 * self.extractor.hop_length)
+        window = int(self.extractor.n_samples)
+        positions, width = int(self.audio.get("max_source_positions", 1500)), int(self.audio.get("hidden_size", 1280))
+        windows, rows = -(-samples // window), positions * width // int(self.audio.get("intermediate_size", 4 * width))
+        return windows * rows, windows * window // (2 * self.extractor.hop_length)
 
     def compute_features(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        padded = self._extract(samples, padding=True, truncation=False, pad_to_multiple_of=self._window)
-        windows = -(-len(samples) // self._window)
-        split = np.asarray(padded["input_features"], np.float32).reshape(self.extractor.feature_size, windows, -1).transpose(1, 0, 2)
-        return {"input_features": np.ascontiguousarray(split)}
+        window = int(self.extractor.n_samples)
+        padded = self._extract(samples, padding=True, truncation=False, pad_to_multiple_of=window)
+        features = np.asarray(padded["input_features"], np.float32).reshape(self.extractor.feature_size, -(-len(samples) // window), -1)
+        return {"input_features": np.ascontiguousarray(features.transpose(1, 0, 2))}
 
 
 class Qwen3OmniReader(SoundReader):
@@ -84,17 +86,16 @@ class Qwen3OmniReader(SoundReader):
         return rows, rows
 
     def compute_features(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        outputs = self._extract(samples, return_attention_mask=True, padding=True, truncation=False)
-        return {"input_features": outputs["input_features"], "feature_attention_mask": outputs["attention_mask"]}
+        return self._extract_masked(samples, padding=True, truncation=False)
 
 
 class Gemma4Reader(SoundReader):
     """Frames whose window is within the sound, halved twice and rounded up."""
 
-    def __init__(self, extractor: Any, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
-        super().__init__(extractor, config, processor)
-        milliseconds = int(processor.get("audio_ms_per_token") or 40)
-        self.max_seconds = int(processor.get("audio_seq_length") or 750) * milliseconds / 1000
+    @property
+    def max_seconds(self) -> float:
+        milliseconds = int(self.processor.get("audio_ms_per_token") or 40)
+        return int(self.processor.get("audio_seq_length") or 750) * milliseconds / 1000
 
     def count_rows(self, samples: int) -> tuple[int, int]:
         frames = (samples - self.extractor.frame_length + self.extractor.frame_length // 2 - 1) // self.extractor.hop_length + 1

@@ -18,7 +18,7 @@ import torch
 from frame.core.interfaces.weight_transfer import TRANSFER_DTYPES, TransferError, TransferPart
 from frame.testing.weight_transfer.trainers import FOLDER
 
-Make = Callable[..., Any]  # of a Rig of the suite
+Make = Callable[..., Any]  # -> a Rig of the suite, which imports this module
 LATE = 6.0  # seconds with which a transfer under test fails late at most
 CLOSE_SECONDS = 5.0  # in which `open` ends after `close`, with a timeout of OPEN_SECONDS
 OPEN_SECONDS = 60.0

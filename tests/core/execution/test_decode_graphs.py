@@ -20,7 +20,7 @@ from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.cache_groups import Capacity
 from frame.core.interfaces.collective import LocalGroup
-from frame.core.interfaces.platform import HOST
+from frame.core.interfaces.platform import HOST, PlatformContext
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.kv_cache.geometry import kv_geometry
@@ -46,6 +46,7 @@ from tests.core.fake_model import FakeAttention, FakeModel, continuation, fake_m
 from tests.core.greedy import Wire
 from tests.core.masked_requests import EveryThird, generate_with
 from tests.models.ranks import on_ranks
+from tests.plugins.fake_platform import FakePlatform
 from tests.speculation.test_draft_graphs import CapturableAttention
 
 VOCAB, ROWS, PAGES = 97, 12, 300
@@ -72,9 +73,9 @@ def test_inputs_are_padded_and_stay_where_they_are():
     assert addresses == {name: tensor.data_ptr() for name, tensor in inputs.tensors.items()}
 
 
-def make_runner(captured, group=None, eos=()):
+def make_runner(captured, group=None, eos=(), **fields):
     model_config = fake_model_config(VOCAB, 128, eos)
-    context = BuildContext(device=CPU, dtype=torch.float32, tp=group or LocalGroup(), limits=Limits(ROWS, 512, 128, 4))
+    context = BuildContext(device=CPU, dtype=torch.float32, tp=group or LocalGroup(), limits=Limits(ROWS, 512, 128, 4), **fields)
     context = dataclasses.replace(context, attention=FakeAttention(context))
     registry = load_own_plugins()
     built = [registry.load(record)(ProcessorContext(VOCAB, ROWS, CPU)) for record in registry.records("logits_processor")]
@@ -274,3 +275,24 @@ def test_selected_keys_depend_on_the_lengths_of_the_replay(architecture, tmp_pat
         outputs.append(loop.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)))
     assert outputs[0] == outputs[1]
     assert len(steps) >= 11
+
+
+class LendingPlatform(FakePlatform):
+    """Keeps a list of what is borrowed."""
+
+    def borrow(self, tensor):
+        self.lent = [*getattr(self, "lent", []), tensor.view_as(tensor)]
+        return self.lent[-1]
+
+
+def test_graphs_do_not_hold_their_logits():
+    """So that the graphs of smaller sizes use the memory."""
+    platform = LendingPlatform(PlatformContext())
+    runner = make_runner(ROWS, platform=platform)
+    steps = runner.decode_graphs.steps
+    assert len(platform.lent) == len(steps) > 2
+    for step, lent in zip(steps, platform.lent[::-1], strict=True):
+        assert step.outputs.logits is lent
+    loop = make_loop(ROWS, runner=runner)
+    params = [SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)] * ROWS
+    assert loop.generate(PROMPTS, params) == [continuation(prompt, 8, VOCAB) for prompt in PROMPTS]
