@@ -56,8 +56,7 @@ def find_origin(value: object) -> Origin | None:
 
 
 def describe(value: object) -> str:
-    """Name a plugin instance with its package and version; its class where no registry loaded
-    it."""
+    """Name a plugin instance with its package and version; its class where no registry made it."""
     kind = type(value)
     return str(find_origin(value) or f"{kind.__module__}.{kind.__qualname__}")
 

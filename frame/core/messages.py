@@ -63,6 +63,7 @@ class Generate(Message, frozen=True):
     transfer: KVTransfer | None = None  # of the prompt's blocks, to or from another server
     pin: SessionPin | None = None
     trace: str = ""
+    is_further: bool = False  # not the first sequence of its request
 
 
 class Abort(Message, frozen=True):

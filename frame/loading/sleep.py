@@ -48,7 +48,8 @@ class SleepingRunner(WrappedRunner):
             log.exception("a change of the memory failed")
             return f"the memory could not be changed: {explain(error)}"
         if order.released or order.mapped:
-            what = f"released {size / 2**20:,.0f} MiB of {order.released}" if order.released else f"mapped {order.mapped}"
+            tags = " and ".join(order.released or order.mapped)
+            what = f"released {size / 2**20:,.0f} MiB of {tags}" if order.released else f"mapped {tags}"
             log.info("%s in %.2f s", what, time.perf_counter() - began)
         return ""
 

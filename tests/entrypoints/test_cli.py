@@ -189,6 +189,18 @@ def test_configuration_errors_are_78_and_a_sentence(arguments: tuple[str, ...], 
     assert "Traceback" not in result.output
 
 
+def test_config_check_makes_the_processors_of_media(tmp_path: Path) -> None:
+    from tests.models.media_checkpoints import make_media_checkpoint
+
+    arguments = ("config", "check", "--model", make_media_checkpoint(tmp_path, "Qwen3VLForConditionalGeneration"), "--device", "cpu")
+    done = frame(*arguments, "--port", "0")
+    assert done.exit_code == 0
+    assert "processors of image and video" in done.output
+    done = frame(*arguments, "--mm-processor-kwargs", '{"nonsense": 1}')
+    assert done.exit_code == 78
+    assert "nonsense is no option of the checkpoint's image processor" in done.output
+
+
 def test_a_checkpoint_whose_format_is_in_a_package_names_it(model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model, tmp_path / "stored")
     config = json.loads((folder / "config.json").read_text())

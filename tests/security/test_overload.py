@@ -238,3 +238,20 @@ async def test_no_collection_grows() -> None:
 @pytest.mark.soak
 async def test_no_collection_grows_in_100_000_requests() -> None:
     assert await grows(2000, 100_000) == {}
+
+
+async def test_one_request_with_many_sequences_lets_a_later_one_in() -> None:
+    """Without keys, and so with one tenant: each running sequence ends before the next begins."""
+    async with serving({"scheduler": {"max_running_requests": 1, "max_queued_requests": 40}}) as server:
+
+        def ask(n: int) -> asyncio.Task[Any]:
+            body = {"prompt": [5, 6, 7], "n": n, "max_tokens": TOKENS, "ignore_eos": True}
+            return asyncio.create_task(server.post("/v1/completions", body))
+
+        many = ask(24)
+        while server.services.client.num_sequences < 24:  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.005)
+        reply = await ask(1)
+        assert reply.status == 200
+        assert not many.done()
+        assert len((await many).json()["choices"]) == 24

@@ -44,8 +44,7 @@ class Output(Protocol):
     def tensors(self) -> list[torch.Tensor]: ...
 
     def result(self, arrays: list[np.ndarray]) -> StepResult:
-        """Build the StepResult from host copies of `tensors()`, which are not written to
-        afterwards."""
+        """Build the StepResult from host copies of `tensors()`, which are not written to later."""
         ...
 
 
@@ -73,8 +72,7 @@ class StepOutput:
         return [*(tensor for tensor in tensors if tensor is not None), *others]
 
     def result(self, arrays: list[np.ndarray]) -> StepResult:
-        """Build the StepResult from host copies of `tensors()`, which are not written to
-        afterwards."""
+        """Build the StepResult from host copies of `tensors()`, which are not written to later."""
         end = len(arrays) - len(self.alignments)
         arrays, aligned = arrays[:end], arrays[end:]
         token_ids, best = arrays[:2]

@@ -182,8 +182,7 @@ class TorchModelRunner(ModelRunner):
             self._switch()
 
     def allow_compilation(self) -> None:
-        """At the end of the start: allow the attention backend to compile kernels in the
-        background."""
+        """At the end of the start: let the attention backend compile kernels in the background."""
         if self._preparation is not None:
             self._preparation.allow_compilation()
 
@@ -320,8 +319,7 @@ class TorchModelRunner(ModelRunner):
         return self.model.forward(batch)
 
     def _compute_logits(self, indices: torch.Tensor, hidden: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """The logits of hidden states. indices: int64, from `start` on the tokens that they are
-        of."""
+        """The logits of hidden states. indices: int64, from `start` on the tokens they are of."""
         with self._select_rows(indices[start : start + len(hidden)]):
             return self.model.compute_logits(hidden)
 

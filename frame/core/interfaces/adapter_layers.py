@@ -121,8 +121,7 @@ class LatentDelta(Protocol):
         ...
 
     def absorb(self, q_nope: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """[rows, heads, nope] -> [rows, heads, rank]. multiply: the contiguous product without
-        deltas."""
+        """[rows, heads, nope] -> [rows, heads, rank]. multiply: the product without deltas."""
         ...
 
     def unabsorb(self, out: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

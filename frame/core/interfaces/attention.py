@@ -43,8 +43,7 @@ Phase = Literal["extend", "decode", "mixed", "verify"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionRequirements:
-    """What a model, a device and a configuration require of a backend. None: left open, or not
-    used."""
+    """What model, device and configuration require of a backend. None: left open, or not used."""
 
     device: str  # name of the platform: "cpu", "cuda"
     compute_capability: tuple[int, int] | None

@@ -243,8 +243,7 @@ class SupportsRelock(ABC):
 
     @abstractmethod
     def relock(self, handles: Iterable[Any]) -> None:
-        """Replace all locks by locks of these handles, which repairs a missing or repeated
-        `unlock`."""
+        """Replace all locks by locks of these handles: repairs a missing or repeated `unlock`."""
 
 
 def evict_all(cache: PrefixCache, num_groups: int = 0) -> np.ndarray:

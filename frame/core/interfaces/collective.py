@@ -123,8 +123,7 @@ class Collective(ABC):
 
     @abstractmethod
     def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Fill `tensor`, contiguous, with the next one that `source` sends to this rank; returns
-        it."""
+        """Fill `tensor`, contiguous, with the next one that `source` sends here; returns it."""
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The sum over the ranks, of which each rank gets an equal part along `dim`, in the order

@@ -98,8 +98,7 @@ class DeviceDrafter(Drafter):
         return self.context.draft_model_path
 
     def read_config(self, target: ModelConfig) -> ModelConfig:
-        """The configuration that the draft model's layers are built from; by default the
-        target's."""
+        """The configuration that the draft model's layers are built from; default: the target's."""
         return target
 
     @abstractmethod

@@ -41,8 +41,7 @@ class TreeShape:
 
 
 class TreeOptions(BaseModel):
-    """Options of a drafter that drafts trees where `DrafterContext.tree` is set, named as in
-    SGLang."""
+    """Options of a drafter that drafts trees where `DrafterContext.tree` is set; SGLang's names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVAllocatorCapabilities(Anything):
-    """What a KV allocator is told. `after`: its `allocate_pages` takes the argument of this
-    name."""
+    """What a KV allocator is told. `after`: `allocate_pages` takes the argument of this name."""
 
     after: bool = False
 

@@ -64,8 +64,7 @@ class ParallelPlan:
 
     @property
     def result_ranks(self) -> tuple[int, ...]:
-        """The ranks whose results count: the first one of each attention group of the last
-        stage."""
+        """The ranks whose results count: the first of each attention group of the last stage."""
         first = self.tp * (self.pp - 1)
         return tuple(range(first, first + self.tp, self.attention_tp))
 

@@ -261,8 +261,7 @@ class SupportsSleep(ABC):
     Memory has the tags of `frame.core.interfaces.runner.MEMORY_TAGS`."""
 
     def tag_allocations(self, tag: str) -> contextlib.AbstractContextManager[object]:
-        """Inside a with block, what this thread allocates on the device can be released as
-        `tag`."""
+        """In a with block, what this thread allocates on the device can be released by `tag`."""
         return contextlib.nullcontext()
 
     @abstractmethod

@@ -169,8 +169,7 @@ class PageTable:
         return kv_slots
 
     def write_host(self, writes: np.ndarray) -> None:
-        """Apply page-table writes, int32 [n, 3] of (slot, index in the row, page), to the
-        mirror."""
+        """Apply page-table writes, int32 [n, 3] of (slot, index in row, page), to the mirror."""
         self.host_pages[writes[:, 0], writes[:, 1]] = writes[:, 2]
 
     def flat_writes(self, writes: np.ndarray) -> dict[str, np.ndarray]:

@@ -36,8 +36,7 @@ class PagedAllocator:
         self._numbers = np.arange(1, num_pages, dtype=np.int32)
 
     def alloc(self, num_pages: int, after: np.ndarray | None = None) -> np.ndarray | None:
-        """-> int32 [num_pages]; None when fewer are free. after: see
-        `KVAllocator.allocate_pages`."""
+        """-> int32 [num_pages]; None: fewer are free. after: see `KVAllocator.allocate_pages`."""
         if num_pages > self.num_free:
             return None
         if not num_pages:

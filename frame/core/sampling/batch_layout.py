@@ -19,8 +19,7 @@ A = TypeVar("A")  # np.ndarray on the host, torch.Tensor on the device
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Token, row and sample indices of one step (samples: see `StepResult`). All arrays are
-    int64."""
+    """Token, row and sample indices of a step (samples: see `StepResult`). All arrays are int64."""
 
     num_tokens: int
     slots: np.ndarray  # [rows]; request slots

@@ -69,8 +69,7 @@ class Processors:
         self._faults: dict[int, str] = {}  # by slot: why the request ends
 
     def check_params(self, params: SamplingParams) -> Finish | None:
-        """How a request ends whose parameters a processor refuses or fails on; None: all take
-        them."""
+        """How a request ends whose parameters a processor refuses or fails on; None: all accept."""
         plugins: list[LogitsProcessor | SupportsSlots] = [*self._processors]
         plugins += [] if self.sampler is None else [self.sampler]
         for plugin in plugins:

@@ -64,8 +64,7 @@ class Sampler:
         self.by_row = rows is not None or operations.draw_filtered is not None
 
     def sample(self, logits: torch.Tensor, plan: SamplingPlan, processing: ProcessorPlan | None, tensors: SamplingTensors) -> Sampled:
-        """logits: [rows, vocab] of any float dtype; may be changed in place. Computes in
-        float32."""
+        """logits: [rows, vocab] of any float dtype; may change in place. Computes in float32."""
         if not self.by_row:
             logits = logits.float()
         raw, rows = None, tensors.logprob_rows

@@ -107,6 +107,7 @@ class Admission:
             priority=message.priority,
             namespace=add_version(message.namespace, self.num_updates),
             tenant=owner_of(message.namespace),
+            is_further=message.is_further,
             trace=message.trace,
             grammar=grammar,
             second_text_start=message.second_text_start,

@@ -277,8 +277,7 @@ class GroupRows:
         return count
 
     def save_chunk(self, slot: int, num_tokens: int) -> None:
-        """Save the slot's state after the step that is being scheduled, if a match can end
-        there."""
+        """Save the slot's state after the step that is scheduled now, if a match can end there."""
         if self.snapshot is not None and num_tokens % self.page_size == 0 and self.cache is not None:
             self._save(slot, num_tokens)
 

@@ -228,8 +228,7 @@ class OutputProcessor:
                 sampled.discarded.add(i)
 
     def _add_details(self, sampled: SampledRows, result: StepResult, message: StepTokens) -> None:
-        """Handle the rows with flags: first tokens, log-probabilities, forced tokens and
-        grammars."""
+        """Handle rows with flags: first tokens, log-probabilities, forced tokens, grammars."""
         special = self._table.arrays.special[sampled.slots]
         if not special.any():
             return

@@ -36,8 +36,7 @@ def queue_full(reason: str) -> Finish:
 
 
 class RequestStatus(IntEnum):
-    """Where a request is. A request that is preempted, or held for a slow grammar call, is
-    WAITING."""
+    """Where a request is. One that is preempted, or held for a slow grammar call, is WAITING."""
 
     WAITING = 0
     RUNNING = 1
@@ -64,6 +63,7 @@ class Request:
     # otherwise
     next_namespace: str = ""
     tenant: str = ""  # the owner of the namespace
+    is_further: bool = False  # not the first sequence of its request
     grammar: Grammar | None = None
     grammar_state: Any = None  # of `grammar`, between steps; the calls of grammars create and read it
     # Committed output tokens. While the request runs, the last ones are in
@@ -134,8 +134,7 @@ class Request:
         return np.concatenate((keys[: len(tokens)], tokens[len(keys) :]))
 
     def all_tokens(self) -> np.ndarray:
-        """Prompt and output so far, int32; the prompt itself, not a copy, when there is no
-        output."""
+        """Prompt and output so far, int32; the prompt itself, not a copy, if there is no output."""
         if not self.output:
             return self.prompt
         return np.concatenate((self.prompt, np.array(self.output, np.int32)))

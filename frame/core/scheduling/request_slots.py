@@ -128,8 +128,7 @@ class RequestTable:
         self.num_grammars += request.grammar is not None
 
     def remove_request(self, request: Request) -> None:
-        """Remove a request from its slot; rows of the slot that are in flight are void from now
-        on."""
+        """Remove a request from its slot; rows of the slot in flight are void from now on."""
         slot, a = request.slot, self.arrays
         self.flush_tokens(slot)
         a.epoch[slot] += 1

@@ -145,8 +145,7 @@ class Speculation(Protocol):
         slot may output, int32 [slots of the table]; None: no draft has a grammar."""
 
     def bound_accepted(self, counts: np.ndarray) -> np.ndarray:
-        """The most tokens that may be accepted of drafts of so many tokens: of a tree one
-        branch."""
+        """The most tokens that may be accepted of a draft of so many: of a tree one branch."""
 
     def fill_rows(self, slots: np.ndarray, drafts: Drafts) -> np.ndarray:
         """The token ids of rows with drafts, int32: of each its last committed token, then its
@@ -269,8 +268,7 @@ class RequestMedia(Protocol):
 
 
 class NoMedia:
-    """The scheduler's media where the model or the server reads none; implements
-    `RequestMedia`."""
+    """The scheduler's media where model or server read none; implements `RequestMedia`."""
 
     def schedule_chunk(self, request: Request, start: int, count: int, step: int) -> None: ...
     def release(self, request: Request) -> None: ...

@@ -13,11 +13,9 @@ import heapq
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, zip_longest
 
 from frame.core.scheduling.request import Request, RequestStatus
-
-Level = dict[str, OrderedDict[str, Request]]  # by tenant, then by rid
 
 
 class TenantUsage:
@@ -78,6 +76,33 @@ class TenantUsage:
                 heapq.heapreplace(turns, (running + 1, served, tenant, following, requests))
 
 
+class TenantQueue:
+    """Waiting requests of one tenant and priority, by rid. Sequences take turns with the further
+    ones of requests with several, so that one request with many does not delay later requests."""
+
+    def __init__(self) -> None:
+        self._sequences: tuple[OrderedDict[str, Request], ...] = (OrderedDict(), OrderedDict())  # the second: further ones
+        self._next = 0
+
+    def __bool__(self) -> bool:
+        return any(self._sequences)
+
+    def __iter__(self) -> Iterator[Request]:
+        for turn in zip_longest(self._sequences[self._next].values(), self._sequences[1 - self._next].values()):
+            yield from filter(None, turn)
+
+    def push(self, request: Request) -> None:
+        self._sequences[request.is_further].setdefault(request.rid, request)
+
+    def push_front(self, request: Request) -> None:
+        self.push(request)
+        self._sequences[request.is_further].move_to_end(request.rid, last=False)
+
+    def remove(self, request: Request) -> None:
+        del self._sequences[request.is_further][request.rid]
+        self._next = 1 - request.is_further
+
+
 class WaitingQueue:
     """First come, first served, or by priority (higher first) and then by arrival; O(1) to add and
     to remove.
@@ -89,7 +114,7 @@ class WaitingQueue:
     def __init__(self, by_priority: bool = False, usage: TenantUsage | None = None) -> None:
         self.usage = usage or TenantUsage()
         self._by_priority = by_priority
-        self._levels: dict[int, Level] = {}
+        self._levels: dict[int, dict[str, TenantQueue]] = {}  # by tenant
         self._order: list[int] = []  # the levels' priorities, negated, ascending
         self._size = 0
 
@@ -99,23 +124,20 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         for negated in self._order:
             level = self._levels[-negated]
-            if len(level) == 1:
-                yield from next(iter(level.values())).values()
-            else:
-                yield from self.usage.interleave_tenants(queue.values() for queue in level.values())
+            yield from next(iter(level.values())) if len(level) == 1 else self.usage.interleave_tenants(level.values())
 
     def push(self, request: Request) -> None:
-        self._queue(request).setdefault(request.rid, request)
+        self._queue(request).push(request)
         self._size += 1
 
     def push_front(self, request: Request) -> None:
-        self.push(request)
-        self._queue(request).move_to_end(request.rid, last=False)
+        self._queue(request).push_front(request)
+        self._size += 1
 
     def remove(self, request: Request) -> None:
         priority, tenant = self._priority(request), request.tenant
         level = self._levels[priority]
-        del level[tenant][request.rid]
+        level[tenant].remove(request)
         self._size -= 1
         if not level[tenant]:
             del level[tenant]
@@ -130,13 +152,13 @@ class WaitingQueue:
     def _priority(self, request: Request) -> int:
         return request.priority if self._by_priority else 0
 
-    def _queue(self, request: Request) -> OrderedDict[str, Request]:
+    def _queue(self, request: Request) -> TenantQueue:
         priority = self._priority(request)
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = {}
             insort(self._order, -priority)
-        return level.setdefault(request.tenant, OrderedDict())
+        return level.setdefault(request.tenant, TenantQueue())
 
 
 class Deadlines:

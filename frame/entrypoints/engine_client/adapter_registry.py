@@ -41,6 +41,10 @@ class UnknownAdapterError(LookupError):
     """No adapter that the tenant may use has the name."""
 
 
+class AdapterNameError(AdapterError):
+    """A new adapter cannot have the name."""
+
+
 class AdapterRegistry:
     """Not thread-safe: every method runs in the event loop's thread. `clients`: those of all
     replicas. `reserved`: names of the base model."""
@@ -111,13 +115,13 @@ class AdapterRegistry:
             return await self._add(name, owner, files)
 
     def check_name(self, name: str, owner: str = "") -> None:
-        """Raise AdapterError for a name that a new adapter cannot have."""
+        """Raise AdapterNameError for a name that a new adapter cannot have."""
         if not NAME.fullmatch(name):
-            raise AdapterError("an adapter's name has up to 128 letters, digits and ._/+- and begins with a letter, a digit or _")
+            raise AdapterNameError("an adapter's name has up to 128 letters, digits and ._/+- and begins with a letter, a digit or _")
         if name in self._reserved:
-            raise AdapterError(f"{name!r} is the base model's name; choose another for the adapter")
+            raise AdapterNameError(f"{name!r} is the base model's name; choose another for the adapter")
         if len(self._names) >= MAX_NAMES and (owner, name) not in self._names:
-            raise AdapterError(f"the server has {MAX_NAMES} adapters, its limit; unload some")
+            raise AdapterNameError(f"the server has {MAX_NAMES} adapters, its limit; unload some")
 
     def _lock_of(self, name: str, owner: str) -> asyncio.Lock:
         return self._locks.setdefault((owner, name), asyncio.Lock())

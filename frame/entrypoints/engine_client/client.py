@@ -126,9 +126,8 @@ class EngineClient:
         """The state of a request with `params.n` sequences for each prompt, none of them started.
         All must have passed `limits.check_request`.
 
-        `owner` is the tenant; `rid` is unique among that tenant's requests. `second_text_starts`
-        (for pairs of texts) has the index of the second text's first token for each prompt. Raises
-        EngineDeadError, and InvalidRequestError for a `rid` in use.
+        `owner` is the tenant; `rid` is unique among its requests. `second_text_starts`: of pairs,
+        by prompt. Raises EngineDeadError, and InvalidRequestError for a `rid` in use.
         """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
@@ -183,6 +182,7 @@ class EngineClient:
             transfer=sequence.recovery.transfer,
             pin=sequence.recovery.pin,
             trace=TRACE.get(),
+            is_further=sequence.index > 0,
         )
         if use is not None:
             use.start()

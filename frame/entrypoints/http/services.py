@@ -185,7 +185,8 @@ class Services:
     def check_model(self, name: str, tenant: str) -> None:
         """Raise ApiError 404 for a model or an adapter that this tenant has not here."""
         if name and name not in self.base_names and self.adapter_of(name, tenant) is None:
-            sentence = f"the model {quoted(name)} does not exist; this server has {self.resolved.served_name!r}"
+            others = "" if self.adapters is None else " and the adapters that /v1/models lists"
+            sentence = f"the model {quoted(name)} does not exist; this server has {self.resolved.served_name!r}{others}"
             raise ApiError(404, sentence, "model", "model_not_found")
 
     def need_task(self, *tasks: Task, takes_audio: bool = False) -> None:

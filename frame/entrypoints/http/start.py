@@ -139,6 +139,7 @@ def check_start(prepared: Prepared, report: Callable[[str], None]) -> None:
     """Raise what the start of `frame serve` raises: ConfigurationError, or RuntimeError for the
     failure of a process. `report` gets a line for each thing that was checked."""
     from frame.entrypoints.http.extensions import load_extensions  # imports FastAPI
+    from frame.entrypoints.media.media_process import load_modalities  # imports transformers' processors
 
     resolved, registry = prepared.resolved, prepared.registry
     for listener in open_listeners(resolved):
@@ -154,6 +155,10 @@ def check_start(prepared: Prepared, report: Callable[[str], None]) -> None:
         report("no tokenizer: model.skip_tokenizer_init")
     else:
         report(f"tokenizer: {tokenizer.vocab_size:,} tokens, {'a' if tokenizer.has_chat_template else 'no'} chat template")
+    if modalities := load_modalities(resolved, registry):
+        report(f"processors of {' and '.join(modalities)}")
+    for modality, why in resolved.lacking_media.items():
+        report(f"{modality} parts are refused: {why}")
     try:
         _check_engine(prepared, report)
     except PluginError as error:

@@ -44,3 +44,22 @@ def test_deadlines_drop_ended_requests() -> None:
     assert deadlines.pop_expired(0.0) == []
     deadlines.pop_expired(9.0)
     assert len(deadlines) == 0
+
+
+def test_a_request_with_many_sequences_takes_turns_with_later_ones() -> None:
+    queue, requests = WaitingQueue(), example_requests(12)
+    for request in requests[:10]:  # the first eight are of one request
+        request.is_further = 0 < request.index < 8
+        queue.push(request)
+    assert [request.index for request in queue] == [0, 1, 8, 2, 9, 3, 4, 5, 6, 7]
+    order = []
+    for later in (None, None, None, 10, 11, None, None, None, None):  # one goes, and some come
+        if later:
+            queue.push(requests[later])
+        (head,) = queue.head(1)
+        queue.remove(head)
+        order.append(head.index)
+    assert order == [0, 1, 8, 2, 9, 3, 10, 4, 11]
+    queue.push_front(requests[2])  # preempted
+    assert [request.index for request in queue] == [2, 5, 6, 7]
+    assert len(queue) == 4

@@ -66,6 +66,7 @@ async def test_a_step_updates_every_request_once() -> None:
     client, link = make()
     reply = submit(client, SamplingParams(n=2), SamplingParams())
     assert rids(link) == ["r-0", "r-1", "r-2"]
+    assert [m.is_further for m in link.sent if isinstance(m, Generate)] == [False, True, True]
     link.inbox = [
         StepText(rids=["r-0", "r-2", "unknown"], texts=["a", "b", "z"], token_ids=[[1], [2], [3]], num_cached_tokens={0: 2}),
         StepText(rids=["r-0"], texts=["c"], token_ids=[[4]], logprobs={0: TokenLogprobs([4], [-1.0], [[]])}),

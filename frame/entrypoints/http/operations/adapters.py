@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from contextlib import ExitStack
 from typing import Any, Literal, TypeVar
 
-from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry, UnknownAdapterError
+from frame.entrypoints.engine_client.adapter_registry import AdapterNameError, AdapterRegistry, UnknownAdapterError
 from frame.entrypoints.engine_client.adapter_spool import CONFIG, TENSORS, AdapterUpload
 from frame.entrypoints.engine_client.limits import EngineDeadError
 from frame.entrypoints.http.errors import CLOSE, RETRY_AFTER, ApiError, public, quoted
@@ -153,7 +153,7 @@ async def _attempt(work: Awaitable[T]) -> T:
     try:
         return await work
     except AdapterError as error:
-        raise ApiError(400, public(str(error)), "lora_path") from None
+        raise ApiError(400, public(str(error)), "lora_name" if isinstance(error, AdapterNameError) else "lora_path") from None
     except (EngineDeadError, TimeoutError) as error:
         raise ApiError(503, str(error), retry_after=RETRY_AFTER) from None
     except OSError as error:

@@ -87,7 +87,7 @@ def table(results: Mapping[str, Any]) -> Table:
         for name, row in rows.items():
             drawn.add_row(name, _shown(row["seconds"]))
         return drawn
-    drawn = _empty("frame simulate" if results["kind"] == "simulate" else f"frame bench {results['kind']}", rows)
+    drawn = _empty(f"frame {'' if results['kind'] in ('simulate', 'replay') else 'bench '}{results['kind']}", rows)
     for path, title in FIGURES.items():
         figures = [figure(row, path) for row in rows.values()]
         if any(value is not None for value in figures):

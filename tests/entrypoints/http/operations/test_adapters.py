@@ -125,6 +125,16 @@ async def test_wrong_uploads(tmp_path: Path, body: bytes, status: int, text: str
         assert len((await server.request("GET", "/v1/models")).json()["data"]) == 1
 
 
+async def test_a_wrong_name_is_blamed_and_not_the_folder(tmp_path: Path) -> None:
+    make_adapter(tmp_path / "a", b"1")
+    async with serving(on(tmp_path)) as server:
+        for name, path, field in (("a b", "a", "lora_name"), ("frame-tiny", "a", "lora_name"), ("a", "x", "lora_path")):
+            reply = await server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(tmp_path / path)})
+            assert (reply.status, reply.json()["error"]["param"]) == (400, field)
+        reply = await server.post("/v1/completions", {"prompt": "x", "model": "b"})
+        assert "this server has 'frame-tiny' and the adapters that /v1/models lists" in reply.json()["error"]["message"]
+
+
 async def test_uploads_are_bounded(tmp_path: Path) -> None:
     async with serving({**on(tmp_path, uploads=True), "server": {"max_body_bytes": 1024 * 1024}}) as server:
         await put(server, "x", form(config=CONFIG, tensors=tensors(bytes(2 * 1024 * 1024))), 413)
