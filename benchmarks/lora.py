@@ -4,11 +4,13 @@ own, with dummy weights and random adapters of all linear layers.
     python benchmarks/lora.py --model shared/model_configs/llama-3.1-8b --out results/lora.json
     python benchmarks/lora.py --model … --rank 64 --adapters 8 --batches 64
     python benchmarks/lora.py --model … --rotate 60 --adapters 100 --places 8
+    python benchmarks/lora.py --model … --invoke 8000 --adapters 1
 
 `ratio` is the rate with adapters over that of the engine without (`off`): of `base` requests, of
 requests with `one` adapter, and with `many`. `--rotate`: seconds of a stream of requests, four a
 second, whose adapters come and go, beside the same stream with one resident adapter: gaps between
-tokens, and the time to the first token.
+tokens, and the time to the first token. `--invoke`: the time to the first token after so many
+tokens that the base model has computed, of an activated adapter (aLoRA) and of a plain one.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from pathlib import Path
 from typing import Any
 
 PROMPT, TOKENS = 128, 200  # tokens of a prompt and of an output
+INVOCATION = [300, 301, 302]  # no prompt has these tokens
 
 
-def make_adapters(folder: Path, model: Path, rank: int, count: int) -> list[str]:
-    """-> NAME=FOLDER of adapters with the same tensors, which count as different versions."""
+def make_adapters(folder: Path, model: Path, rank: int, count: int, *, is_activated: bool = False) -> list[str]:
+    """-> NAME=FOLDER of adapters with the same tensors, which count as different versions.
+    is_activated: the last one is active from INVOCATION on."""
     import torch
     from safetensors.torch import save_file
 
@@ -64,7 +68,8 @@ def make_adapters(folder: Path, model: Path, rank: int, count: int) -> list[str]
             file.hardlink_to(folder / "adapter-0" / file.name)
         else:
             save_file(tensors, file)
-        (place / "adapter_config.json").write_text(json.dumps(settings | {"revision": str(number)}))
+        activated = {"alora_invocation_tokens": INVOCATION} if is_activated and number == count - 1 else {}
+        (place / "adapter_config.json").write_text(json.dumps(settings | {"revision": str(number)} | activated))
         modules.append(f"a{number}={place}")
     return modules
 
@@ -108,6 +113,21 @@ def measure_rates(engine: Any, options: argparse.Namespace, pick: Callable[[int]
     return rates
 
 
+def measure_first_tokens(engine: Any, options: argparse.Namespace, names: dict[str, str | None]) -> dict[str, float]:
+    """Milliseconds to the first token after a prompt of the base model that is cached, by kind."""
+    from frame import SamplingParams
+
+    times: dict[str, list[float]] = {kind: [] for kind in names}
+    for _ in range(options.rounds + 2):
+        for kind, name in names.items():
+            prefix = draw_prompt(options.invoke)
+            engine.generate([prefix], SamplingParams(temperature=0.0, max_tokens=1))
+            began = time.perf_counter()
+            engine.generate([prefix + INVOCATION], SamplingParams(temperature=0.0, max_tokens=1), lora=name)
+            times[kind].append(1000 * (time.perf_counter() - began))
+    return {kind: round(statistics.median(each[2:]), 2) for kind, each in times.items()}
+
+
 async def measure_stream(engine: Any, seconds: float, pick: Callable[[int], str]) -> dict[str, float]:
     """Four requests a second for so long: gaps between tokens and times to the first one, in
     milliseconds."""
@@ -140,9 +160,13 @@ def run_engine(options: argparse.Namespace) -> None:
     """What one process measures, as a line of JSON."""
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        modules = make_adapters(Path(folder), options.model, options.rank, options.adapters) if options.run == "on" else []
+        count, is_activated = options.adapters + bool(options.invoke), bool(options.invoke)
+        modules = make_adapters(Path(folder), options.model, options.rank, count, is_activated=is_activated) if options.run == "on" else []
         engine, report["start_seconds"] = open_engine(options, modules)
-        if options.rotate and modules:
+        if options.invoke:
+            kinds = {"base": None, "activated": f"a{count - 1}", "plain": "a0"}
+            report["first_token_ms"] = measure_first_tokens(engine, options, kinds)
+        elif options.rotate and modules:
             asyncio.run(measure_stream(engine, 5, lambda number: "a0"))
             report["resident"] = asyncio.run(measure_stream(engine, options.rotate, lambda number: "a0"))
             report["rotating"] = asyncio.run(measure_stream(engine, options.rotate, lambda number: f"a{number % len(modules)}"))
@@ -167,18 +191,19 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--settings", default='{"max_model_len": 16384}', help="further settings of the engine, as JSON")
     parser.add_argument("--rotate", type=float, default=0.0, help="seconds of a stream of requests whose adapters come and go")
+    parser.add_argument("--invoke", type=int, default=0, help="tokens of the base model's prompt before an adapter is invoked")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--run", choices=["off", "on"], help="measure in this process")
     options = parser.parse_args()
-    options.places = options.places or options.adapters
+    options.places = options.places or options.adapters + bool(options.invoke)
     if options.run:
         run_engine(options)
         return
     report: dict[str, Any] = {"arguments": {key: str(value) for key, value in vars(options).items() if key not in ("out", "run")}}
-    for name in ("on",) if options.rotate else ("off", "on"):
+    for name in ("on",) if options.rotate or options.invoke else ("off", "on"):
         done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--run", name], stdout=subprocess.PIPE, text=True, check=True)
         report[name] = json.loads(done.stdout.splitlines()[-1])
-    if not options.rotate:
+    if len(report) > 2:
         base = report["off"]["base"]
         report["ratio"] = {kind: {key: round(report["on"][kind][key] / base[key], 3) for key in base} for kind in ("base", "one", "many")}
     text = json.dumps(report, indent=1)

@@ -122,9 +122,17 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
         text |= {new: text[old] for new, old in _DECODER_SIZES.items() if old in text}
         text["alignment_heads"] = _read_alignment_heads(generation.get("alignment_heads"), text)
     model_config = _Reader(folder / "config.json", text).model_config(eos=_eos_ids(generation, text, raw) or _eos_ids(end))
-    full_config = raw if any(name in raw for name in _ENCODER_CONFIGS) else {}
+    full_config = _drop_deepstack(raw) if any(name in raw for name in _ENCODER_CONFIGS) else {}
     has_processor = any((folder / name).is_file() for name in _PROCESSORS)
     return replace(model_config, sentence=read_sentence_config(folder), full_config=full_config, has_processor=has_processor)
+
+
+def _drop_deepstack(raw: dict[str, Any]) -> dict[str, Any]:
+    """config.json without the layers that Qwen3.5, unlike Qwen3-VL, adds no encoder outputs to."""
+    vision = raw.get("vision_config")
+    if not str(raw.get("model_type")).startswith("qwen3_5") or not isinstance(vision, dict):
+        return raw
+    return {**raw, "vision_config": {name: value for name, value in vision.items() if name != "deepstack_visual_indexes"}}
 
 
 def _read_alignment_heads(value: Any, config: Mapping[str, Any]) -> list[list[int]]:

@@ -289,6 +289,15 @@ def _encode_internvl(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Se
     return model.get_image_features(pixels, return_dict=True).pooler_output, ()
 
 
+def _encode_mistral3(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
+    """transformers fails where all images together have one row: that image is computed twice."""
+    square = model.vision_tower.patch_size * model.config.spatial_merge_size
+    if int((arrays["image_sizes"] // square).prod(-1).sum()) > 1:
+        return _call_model(model, modality, arrays)
+    rows, further = _call_model(model, modality, {name: torch.cat((array, array)) for name, array in arrays.items()})
+    return rows[:1], further
+
+
 def _encode_llama4(model: Any, modality: str, arrays: Arrays) -> tuple[Any, Sequence[Any]]:
     """The projector is outside of transformers' method."""
     output = model.get_image_features(arrays["pixel_values"], return_dict=True)
@@ -319,6 +328,7 @@ _FAMILIES: Mapping[str, tuple[Callable[[Any, str, Arrays], tuple[Any, Sequence[A
     "internvl": (_encode_internvl, ("pixel_values", "pixel_values_videos")),
     "llama4": (_encode_llama4, ("pixel_values",)),
     "minicpmv4_6": (_encode_minicpmv, ("pixel_values", "target_sizes")),
+    "mistral3": (_encode_mistral3, ("pixel_values", "image_sizes")),
     "qwen2_audio": (_encode_qwen2_audio, _SOUNDS),
     "qwen3_omni_moe_thinker": (_encode_qwen3_omni, (*_PICTURES, *_FILMS, *_SOUNDS)),
 }

@@ -83,7 +83,7 @@ class Gemma3ForCausalLM(ReadsMedia):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = super().compute_logits(hidden)
         cap = self.model_config.config.get("final_logit_softcapping", 30.0 if self.is_gemma2 else None)
-        if not cap:
+        if not cap or self.model_config.architecture == "Gemma3ForConditionalGeneration":  # where transformers has no cap
             return logits
         return (map_elements(torch.tanh, logits / cap) if self.context.deterministic else torch.tanh(logits / cap)) * cap
 

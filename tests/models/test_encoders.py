@@ -242,6 +242,37 @@ def test_arrays_for_the_text_do_not_divide_items(media_checkpoint: Make) -> None
     torch.testing.assert_close(encode(session, "image", counted), encode(session, "image", items), atol=0, rtol=0)
 
 
+def test_an_image_of_one_row(media_checkpoint: Make) -> None:
+    session = open_session(media_checkpoint("Mistral3ForConditionalGeneration"), encoders=True)
+    draw = torch.Generator().manual_seed(5)
+    sizes = ((28, 28), (56, 28))
+    items = [{"pixel_values": torch.randn(1, 3, *size, generator=draw), "image_sizes": torch.tensor([size])} for size in sizes]
+    single, double = encode(session, "image", items)
+    assert (len(single), len(double)) == (1, 2)
+    torch.testing.assert_close(encode(session, "image", items[:1])[0], single, atol=1e-5, rtol=1e-5)
+
+
+def test_layers_that_qwen3_5_does_not_have_are_left_out(media_checkpoint: Make, tmp_path: Path) -> None:
+    folder = media_checkpoint("Qwen3_5ForConditionalGeneration")
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["deepstack_visual_indexes"] = [0, 1]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    sessions = [open_session(each, encoders=True) for each in (folder, tmp_path)]
+    rows = [encode(session, "image", make_items(folder, "image")) for session in sessions]
+    torch.testing.assert_close(*rows, atol=0, rtol=0)
+
+
+def test_gemma_3_with_images_has_no_cap_of_logits(media_checkpoint: Make, tmp_path: Path) -> None:
+    folder = media_checkpoint("Gemma3ForConditionalGeneration")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["final_logit_softcapping"] = 1.0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    logits = [open_session(each).step([(1, [5, 6, 7])])[0] for each in (folder, tmp_path)]
+    torch.testing.assert_close(*logits, atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("architecture", ["Qwen2_5_VLForConditionalGeneration", "Gemma3ForConditionalGeneration"])
 def test_bytes_are_rescaled_by_channel(media_checkpoint: Make, architecture: str) -> None:
     session = open_session(media_checkpoint(architecture), encoders=True)
