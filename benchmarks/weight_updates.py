@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["ipc-cuda", "ipc-cpu"], help="ipc-cuda, ipc-cpu, group-cuda, group-cpu")
     parser.add_argument("--updates", type=int, default=4)
     parser.add_argument("--sleep", action="store_true", help="measure sleep too, which needs torch-memory-saver")
+    parser.add_argument("--idle", type=float, default=0.0, help="seconds before the first sleep")
     parser.add_argument("--max-total-tokens", default="32768")
     parser.add_argument(
         "--server-card", type=int, choices=(0,), help="the server has card 0, the trainer card 1; default: both have card 0"
@@ -179,6 +180,7 @@ def main() -> None:
             torch.cuda.empty_cache()
         if arguments.sleep:
             rows = []
+            time.sleep(arguments.idle)
             for _ in range(3):
                 tokens_before, held = server.generate(), used_bytes() - before
                 released = server.post("/sleep?level=1&mode=abort")

@@ -264,6 +264,9 @@ class SupportsSleep(ABC):
         """In a with block, what this thread allocates on the device can be released by `tag`."""
         return contextlib.nullcontext()
 
+    def prepare_release(self, tag: str, num_bytes: int) -> None:
+        """The first `release_tag` that keeps values has so many bytes: preparations may begin."""
+
     @abstractmethod
     def release_tag(self, tag: str, tensors: Sequence[torch.Tensor], *, keeps_values: bool) -> int:
         """Release the memory of a tag, which has these tensors. No step runs, and nothing reads

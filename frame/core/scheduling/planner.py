@@ -467,8 +467,7 @@ class StepPlanner:
         return excess[::-1]
 
     def _would_fit(self, first: Request, cached: np.ndarray, leaving: Set[Request]) -> bool:
-        """Whether `first` fits without the requests in `leaving`, once the steps in flight are
-        committed."""
+        """Whether `first` fits without the requests in `leaving`, after the steps in flight."""
         running = self._running
         pages = self._running.kv_manager.num_available + running.num_deferred_pages + self._count_freed_pages(cached, leaving)
         need = self._count_pages_for(first) - len(cached)

@@ -79,8 +79,7 @@ class SlotArrays:
 
 
 class RequestTable:
-    """The request slots. A slot whose request was removed is assigned again only after
-    `recycle_slot`."""
+    """The request slots. The slot of a removed request is assigned again after `recycle_slot`."""
 
     def __init__(self, num_slots: int, max_pages: int) -> None:
         self.arrays = SlotArrays.empty(num_slots, max_pages)

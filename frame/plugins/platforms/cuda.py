@@ -70,6 +70,9 @@ class CudaPlatform(Platform, SupportsStreams, SupportsPinning, SupportsGraphs, S
             self._marks.setdefault(tag, torch.empty(1, dtype=torch.uint8, device=self._device))
             yield
 
+    def prepare_release(self, tag: str, num_bytes: int) -> None:
+        self._copy.prepare(num_bytes)
+
     def release_tag(self, tag: str, tensors: Sequence[torch.Tensor], *, keeps_values: bool) -> int:
         if keeps_values and tag != "weights":
             raise ValueError(f"values with the tag {tag!r} are not kept")

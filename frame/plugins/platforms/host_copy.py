@@ -1,20 +1,22 @@
 """`HostCopy`: a copy of device memory in page-locked memory of the host.
 
 Used by the `cuda` platform for what a sleep keeps. The system makes and locks new pages at a
-fraction of the rate of a transfer, so several threads do it, a piece at a time, while pieces that
-are ready are copied. The pieces stay for later copies. Must not know what the memory holds.
+fraction of the rate of a transfer, so a thread does it in advance; several do what is missing, a
+piece at a time, while pieces that are ready are copied. The pieces stay for later copies. Must not
+know what the memory holds.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 
 import torch
 
-from frame.host.host_memory import allocate_pages
+from frame.host.host_memory import allocate_pages, measure_host_memory
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +32,35 @@ class HostCopy:
         self._piece = piece
         self._pieces: list[torch.Tensor] = []  # uint8 [piece]
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # memory of the device, and its copy
+        self._thread: threading.Thread | None = None
+        self._stops = threading.Event()
 
     @property
     def num_bytes(self) -> int:
         """Of the host, which stay allocated."""
         return len(self._pieces) * self._piece
 
+    def prepare(self, num_bytes: int) -> None:
+        """Make pieces for a later copy of so many bytes in a thread, as long as half of the host's
+        memory is available."""
+
+        def make() -> None:
+            while self.num_bytes < num_bytes and not self._stops.is_set():
+                total, available = measure_host_memory()
+                if available < total // 2:
+                    return
+                self._pieces.append(self._make_piece())
+
+        self._thread = threading.Thread(target=make, name="pages-of-sleep", daemon=True)
+        self._thread.start()
+
     def save(self, blocks: Sequence[torch.Tensor]) -> None:
         """Copy blocks, contiguous and uint8, instead of those of before. Some transfers may run
         when it returns; nothing may write to the blocks until the device is synchronized."""
         self._parts = []
+        if self._thread is not None:
+            self._stops.set()
+            self._thread.join()
         with ThreadPoolExecutor(THREADS) as threads:
             size = sum(len(block) for block in blocks)
             missing = -(-size // self._piece) - len(self._pieces)
