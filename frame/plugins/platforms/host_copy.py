@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 PIECE = 128 << 20  # bytes
 THREADS = 16
+REST = 3  # times the time for a piece, before the next one is made in advance: locks of the process and the driver are held
 
 
 class HostCopy:
@@ -49,7 +51,9 @@ class HostCopy:
                 total, available = measure_host_memory()
                 if available < total // 2:
                     return
+                began = time.perf_counter()
                 self._pieces.append(self._make_piece())
+                self._stops.wait(REST * (time.perf_counter() - began))
 
         self._thread = threading.Thread(target=make, name="pages-of-sleep", daemon=True)
         self._thread.start()
