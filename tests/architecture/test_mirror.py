@@ -95,6 +95,7 @@ UNTESTED: dict[str, str] = {
     "frame.testing.kv_tier.cost_checks": "tests/testing runs it in the suite of cache tiers, whose mutants it kills",
     "frame.testing.modality.sounds": "tests/testing runs it in the suite of modalities, whose mutants it kills",
     "frame.testing.sampling.grammar_keywords": "tests/testing runs it in the suite of grammar backends, whose mutants it kills",
+    "frame.testing.scheduling.prefix_cache_tree": "tests/testing runs it in the suite of prefix caches, whose mutants it kills",
     "frame.testing.sampling.processor_inputs": "tests/testing runs it in the suite of logits processors, whose mutants it kills",
     "frame.testing.ranks.collective_values": "tests/testing runs it in the suite of collectives, whose mutants it kills",
     "frame.testing.sampling.sampler_bench": "tests/testing runs it in the suite of samplers, whose mutants it kills",
