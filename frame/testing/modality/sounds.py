@@ -63,6 +63,12 @@ def check_rates_of_samples_are_read(maker: Maker) -> None:
 def check_each_part_of_a_sound_counts(maker: Maker) -> None:
     """A tenth of a second of silence changes the features, wherever it is: at the ends of the file
     and of the blocks that decoders read, and where the file ends with a block."""
+    short = save_sound(_make_noise(2 * BLOCK - 1))
+    _compare(maker, short, short, f"a sound of {2 * BLOCK / RATE:.1f} seconds")
+    try:
+        maker.read(save_sound(_make_noise(2 * BLOCK)))
+    except MediaError as error:
+        raise AssertionError(f"a sound of {2 * BLOCK} frames is refused, and one frame less is not: {error}") from None
     for frames, starts in ((2 * BLOCK, (0, BLOCK - PIECE, BLOCK)), (10 * RATE + 2 * PIECE, (10 * RATE - PIECE, 10 * RATE))):
         for start in (*starts, frames - PIECE):
             samples = _make_noise(frames)
