@@ -129,7 +129,8 @@ class Launcher(ABC):
     @abstractmethod
     def start(self, place: RankPlace, command: Sequence[str], environment: Mapping[str, str], *, pipes_errors: bool) -> RankProcess:
         """Start one rank's command, with `environment` added to the inherited one. SIGINT, SIGTERM
-        and SIGHUP are blocked in the process, which unblocks them itself. Raises OSError."""
+        and SIGHUP are blocked in the process, which unblocks them itself; others are as in the
+        caller. No other process holds the rank's `stdin`. Raises OSError."""
 
     def serve_node(self) -> None:
         """On another host than the first: run the ranks that the first one asks for, until it ends.

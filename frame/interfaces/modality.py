@@ -86,10 +86,12 @@ class MediaLayout:
 class Modality(ABC):
     """Reads files of one modality for one checkpoint.
 
-    Contract: the methods are pure functions of their arguments. Header and decoder agree: an item
-    has as many rows as its layout says. Pixels are turned as the file asks, those of 16 bits keep
-    their upper eight, alpha is laid over white, and frames are in the order of time. Patches of a
-    grid are in its order, row by row or, where rows are merged, block by block.
+    Contract: the methods are pure functions of their arguments, which several threads may call.
+    Header and decoder agree: an item has as many rows as its layout says. Pixels are turned as the
+    file asks, those of 16 bits keep their upper eight, alpha and colours that the file says are
+    transparent are laid over white, and frames are in the order of time. The channels of a sound
+    are averaged, and other rates than the model's are resampled with a low-pass filter. Patches of
+    a grid are in its order, row by row or, where rows are merged, block by block.
     """
 
     def __init__(self, context: ModalityContext, options: BaseModel | None = None) -> None:

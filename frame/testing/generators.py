@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import sys
 import tempfile
 import threading
 import time
@@ -76,6 +77,17 @@ def require_kept(call: Callable[[Any], Any], first: Any, second: Any, what: str)
 
 def _equals(one: Any, other: Any) -> bool:
     return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
+
+
+@contextmanager
+def taking_turns() -> Iterator[None]:
+    """Inside a with block, threads take turns after a microsecond, also within a call."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -211,8 +211,8 @@ class GrammarContext:
 
 
 class GrammarBackend(ABC):
-    """Compiles grammars. Contract: an invalid grammar raises ValueError with one sentence, and
-    affects no other request.
+    """Compiles grammars. Contract: one that is invalid, or that the backend cannot enforce, raises
+    ValueError with one sentence, and affects no other request.
 
     `compile` runs in a separate process with limits on time and memory. The engine then calls
     `load(kind, source, dump(compiled))`, which must be fast. By default `load` compiles again,

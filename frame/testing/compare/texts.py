@@ -18,9 +18,9 @@ from frame.testing.contexts import PARSER
 from frame.testing.parsing.reasoning_parser import find_replies, read_reasoning
 from frame.testing.parsing.texts import noise
 from frame.testing.parsing.tool_call_parser import ARGUMENTS, PLAIN, find_calls, make_rule, read_calls, read_values
-from frame.testing.sampling.grammar_backend import WALKS, takes_text, write_text
+from frame.testing.sampling.grammar_backend import WALKS, write_text
 from frame.testing.sampling.grammar_cases import FINITE, JSON_CASES, OPEN, Language, Vocabulary
-from frame.testing.sampling.grammar_run import Run
+from frame.testing.sampling.grammar_run import Run, takes_text
 
 if TYPE_CHECKING:
     from frame.core.interfaces.plugin import PluginRecord

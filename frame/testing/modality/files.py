@@ -118,11 +118,15 @@ def make_video(frames: list[np.ndarray], fps: int = 2) -> bytes:
 
 def make_sound(seconds: float, seed: int = 0, rate: int = 16_000) -> bytes:
     """A WAV file of noise."""
-    samples = np.random.default_rng(seed).integers(-9000, 9000, round(seconds * rate), np.int16)
+    return save_sound(np.random.default_rng(seed).integers(-9000, 9000, (round(seconds * rate), 1), np.int16), rate=rate)
+
+
+def save_sound(samples: np.ndarray, rate: int = 16_000) -> bytes:
+    """A WAV file of samples of 16 bits, [frames, channels]."""
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:
-        writer.setnchannels(1)
+        writer.setnchannels(samples.shape[1])
         writer.setsampwidth(2)
         writer.setframerate(rate)
-        writer.writeframes(samples.tobytes())
+        writer.writeframes(samples.astype("<i2").tobytes())
     return file.getvalue()

@@ -15,9 +15,11 @@ import io
 import math
 import re
 import tempfile
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +28,15 @@ import numpy as np
 
 from frame.interfaces.modality import MediaError, MediaSize
 from frame.testing.conformance import Check, SkipCheck, Subject, count_elements, find_checks, unchanged_process
-from frame.testing.generators import require_near_reference
-from frame.testing.modality import families
+from frame.testing.generators import require_near_reference, taking_turns
+from frame.testing.modality import families, sounds
 from frame.testing.modality.files import Maker, make_pixels, make_video, save_image
 
 _FOREIGN = re.compile(r"0x|Traceback|\w+(?:Error|Exception)\b|<\w+[. ]|site-packages|\bb'")  # of a decoder's message
 SIZES = ((96, 64), (64, 96), (33, 47), (200, 40), (30, 180), (256, 256))
 MAX_LAYOUT_SECONDS = 0.5  # of the largest file
 MAX_LAYOUT_BYTES = 32 << 20
+THREADS = 4  # that read files of one object
 LARGE = 7000  # pixels of a side; bytes of a picture of this size would be 147 MB
 
 
@@ -42,7 +45,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     with tempfile.TemporaryDirectory() as folder:
         maker = Maker(subject, Path(folder) / "checkpoint")
         maker.create()
-        for name, check in find_checks(__name__):
+        for name, check in (*find_checks(__name__), *(find_checks(sounds.__name__) if maker.modality == "audio" else ())):
             kinds = _KINDS.get(name)
             if kinds is None or maker.modality in kinds:
                 yield Check(name, partial(_run, check, subject))
@@ -194,7 +197,8 @@ def check_methods_are_pure(maker: Maker) -> None:
     for one in (maker.one, maker.create()):
         for data in (files[0], files[1], files[0]):
             size = one.read_size(data)
-            results.append((size, one.lay_out(size, {}), one.compute_features(data, size, {})))
+            layout, _ = one.lay_out(size, {}), one.lay_out(MediaSize(size.format, 64, 64, size.frames, size.seconds), {})
+            results.append((size, layout, one.compute_features(data, size, {})))
     for other in (2, 3, 5):
         assert results[0][:2] == results[other][:2] and _equal(results[0][2], results[other][2]), "equal files give different results"
     assert not _equal(results[0][2], results[1][2]), "different files give equal features"
@@ -258,6 +262,41 @@ def check_alpha_is_laid_over_white(maker: Maker) -> None:
     pixels[:, :, :3], pixels[:, :, 3] = 0, 51
     shade = _pixels(maker.read(save_image(pixels)))
     assert abs(float(shade.mean()) - 204) < 2, "an alpha of a fifth does not give a fifth of the colour"
+
+
+def check_transparent_colours_are_white(maker: Maker) -> None:
+    """A PNG file may name a colour, a grey or entries of its palette as transparent (tRNS)."""
+    from PIL import Image
+
+    blocks = make_pixels(64, 64)[:, :, 0] // 86  # 0, 1 and 2
+    colours = np.array([(10, 200, 30), (0, 0, 0), (90, 10, 160)], np.uint8)
+    palette = Image.fromarray(blocks)
+    palette.putpalette(colours.tobytes())
+    greys = Image.fromarray(colours[:, 1][blocks])
+    for what, image, transparent, first in (
+        ("a colour", Image.fromarray(colours[blocks]), (10, 200, 30), colours),
+        ("a grey", greys, 200, colours[:, [1, 1, 1]]),
+        ("an entry of the palette", palette, bytes([0, 255, 255]), colours),
+    ):
+        file, table = io.BytesIO(), first.copy()
+        image.save(file, "PNG", transparency=transparent)
+        table[0] = 255
+        same = _equal(maker.read(file.getvalue()), maker.read(save_image(table[blocks])))
+        assert same, f"{what} that the file names as transparent is not white: alpha is not the only form of transparency"
+
+
+def check_files_are_read_in_threads(maker: Maker) -> None:
+    """The methods are pure functions, so that several threads may call them on one object."""
+    files = [maker.make(96, 64, seed) for seed in range(THREADS)]
+    alone, begin = [maker.read(data) for data in files], threading.Barrier(THREADS)
+
+    def read(number: int) -> bool:
+        begin.wait(timeout=60)
+        return all(_equal(maker.read(files[number]), alone[number]) for _ in range(6))
+
+    with taking_turns(), ThreadPoolExecutor(THREADS) as pool:
+        are_equal = list(pool.map(read, range(THREADS)))
+    assert all(are_equal), "a file has other features while other threads read files: keep nothing of a call in self"
 
 
 def check_grey_files_are_read(maker: Maker) -> None:
@@ -381,6 +420,7 @@ _KINDS = {
     "pictures_are_turned_as_the_file_asks": _PICTURES,
     "alpha_is_laid_over_white": _PICTURES,
     "grey_files_are_read": _PICTURES,
+    "transparent_colours_are_white": _PICTURES,
     "files_of_16_bits_are_read": _PICTURES,
     "rows_are_in_the_order_of_the_grid": _PICTURES,
     "frames_are_in_the_order_of_time": ("video",),

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from frame.core.interfaces.moe import DispatcherCapabilities, DispatchOutput, MoEDispatcher
+from frame.core.interfaces.moe import DispatcherCapabilities, DispatchOutput, ExpertPlacement, MoEDispatcher
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.testing.conformance import Check, Subject, collect
@@ -69,6 +69,7 @@ def suite(subject: Subject) -> Iterator[Check]:
             for check in (check_two_batches_at_once, check_steps_of_two_layers, check_large_values) if sliced else ():
                 yield Check(f"whole_experts-{check.__name__.removeprefix('check_')}-{name}", partial(check, others))
             yield Check(f"work_is_spread-{name}", partial(_work_is_spread, others))
+            yield Check(f"experts_are_anywhere-{name}", partial(_takes_placements, others))
         if getattr(capabilities, "batch_invariant", False):
             yield Check(f"batch_invariant-{name}", partial(_invariant, place))
 
@@ -220,6 +221,22 @@ def _work_is_spread(place: Place) -> None:
         maximum = int(counts.max())
         what = f"of {int(counts.sum())} pairs without weight, rank {rank} gives {maximum} to one expert"
         assert maximum <= max(64, MAX_SHARE * int(counts.sum())), what
+
+
+def _takes_placements(place: Place) -> None:
+    """Experts in another order, of which two are on two ranks: `ids` are physical experts."""
+    x, ids, weights, gate_up, down = place.draw(SIZES[2])
+    count = len(gate_up)
+    placement = ExpertPlacement((*reversed(range(count)), 0, 1), ranks=2)
+    physical = (count - 1 - ids).where((ids > 1) | (torch.arange(len(ids), device=ids.device)[:, None] % 2 == 0), count + ids)
+
+    def work(group: ThreadGroup) -> torch.Tensor:
+        dispatcher, local = place.make(group), list(placement.find_local(group.rank))
+        tokens = dispatcher.dispatch(x, physical, weights, placement)
+        out = reference(tokens.x, tokens.ids, tokens.weights, gate_up[local], down[local])
+        return dispatcher.combine(out.to(x.dtype), tokens)
+
+    _compare(list(run_ranks(2, work)), (x, ids, weights, gate_up, down), "experts in reversed order, two of them twice")
 
 
 def check_steps_of_two_layers(place: Place) -> None:

@@ -317,12 +317,33 @@ def check_ranks_are_separate(launcher: Launcher) -> None:
 
 
 def check_signals_are_blocked_at_the_start(launcher: Launcher) -> None:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    """These three alone, beside those that the caller blocks."""
     code = "import signal, sys; print(sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))), file=sys.stderr, flush=True)"
-    with _started(launcher, code) as process:
-        line = _line(process)
-    assert all(str(int(number)) in line.strip("[]").split(", ") for number in _BLOCKED), "SIGINT, SIGTERM and SIGHUP must be blocked"
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before, "start must not change the signal mask of the caller"
+    own = signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGUSR2})
+    try:
+        with _started(launcher, code) as process:
+            blocked = json.loads(_line(process))
+    finally:
+        after = signal.pthread_sigmask(signal.SIG_SETMASK, own)
+    assert {*_BLOCKED} <= {*blocked}, "SIGINT, SIGTERM and SIGHUP must be blocked"
+    further = {*blocked} - {*_BLOCKED, signal.SIGUSR2}
+    assert not further, f"the signals {further} are blocked too, and a rank does not unblock them: they stop none of its processes"
+    assert after == {signal.SIGUSR2}, "start must not change the signal mask of the caller: set the former one again"
+
+
+def check_ranks_hold_no_input_of_others(launcher: Launcher) -> None:
+    """A rank ends with its own input, also while ranks run that were started later."""
+    place, command = launcher.place().ranks[0], python_command("-c", "import sys; sys.stdin.read(); sys.exit(9)")
+    first, second = (launcher.start(place, command, {}, pipes_errors=True) for _ in range(2))
+    try:
+        assert first.stdin is not None
+        first.stdin.close()
+        ended = _exit_code(first)
+        assert ended == 9, "a rank does not see the end of its input while another rank runs, which has inherited the pipe: close it there"
+        assert second.poll() is None, "the end of one rank's input must not end another rank"
+    finally:
+        _end(first)
+        _end(second)
 
 
 def check_a_missing_program_is_an_error(launcher: Launcher) -> None:

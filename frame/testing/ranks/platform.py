@@ -108,7 +108,8 @@ def check_device_computes(platform: Platform) -> None:
     assert x.device.type == platform.device.type
     total = float((x + 1).double().sum())
     assert total == _SIZE * (_SIZE + 1) / 2, "the device adds wrongly"
-    assert platform.profiler_activities, "a recording needs at least the activities of the host"
+    kinds = {type(each) for each in platform.profiler_activities}
+    assert kinds == {torch.profiler.ProfilerActivity}, "profiler_activities holds values of torch.profiler.ProfilerActivity, at least one"
 
 
 def check_memory_is_consistent(platform: Platform) -> None:
@@ -117,6 +118,8 @@ def check_memory_is_consistent(platform: Platform) -> None:
     assert 0 < memory.free <= memory.total, "free memory must be positive and at most the total"
     assert 0 <= memory.reserved <= memory.total and 0 <= memory.peak <= memory.total, "reserved and peak must be at most the total"
     assert platform.count_reserved() == memory.reserved, "count_reserved and measure_memory disagree"
+    is_counted = memory.free + memory.reserved <= memory.total
+    assert is_counted, "free holds memory that this process has reserved, so that a cache of its size does not fit: subtract it"
 
 
 def check_memory_of_the_host_is_shared(platform: Platform) -> None:
@@ -134,7 +137,10 @@ def check_memory_is_that_of_now(platform: Platform) -> None:
     for _ in range(3):
         with mmap.mmap(-1, 64 << 20) as held:
             held.write(bytes(64 << 20))
-            if platform.measure_memory() != before:
+            now = platform.measure_memory()
+            assert now.total == before.total, "total is the size of the memory, which does not change while 64 MiB are used"
+            assert now.total - now.free >= 64 << 20, "free leaves out what is in use: 64 MiB are, and it is the total but for less"
+            if now != before:
                 return
     raise AssertionError("measure_memory() says the same before and after 64 MiB are used")
 
@@ -148,6 +154,7 @@ def check_allocations_count(platform: Platform) -> None:
     after = platform.measure_memory()
     assert after.reserved >= before.reserved and after.reserved >= held.numel(), "an allocation must count as reserved"
     assert after.peak >= held.numel(), "an allocation must count for the peak"
+    assert after.total == before.total and after.total - after.free >= held.numel(), "an allocation must not count as free"
     del held
     platform.release_memory()
     assert platform.count_reserved() < after.reserved, "release_memory must give unused memory back"
@@ -338,7 +345,10 @@ def check_tags_are_released_and_mapped(platform: Any) -> None:
         raise SkipCheck(str(error)) from None
     addresses = weights.data_ptr(), pool.data_ptr()
     for _ in range(2):
+        taken = _count_taken(platform)
         held = platform.release_tag("weights", [weights], keeps_values=True)
+        left = taken - _count_taken(platform)
+        assert held == 0 or left > held / 2, f"release_tag counts {held} bytes whose values it keeps in that memory; return 0 for them"
         assert held == 0 or held >= weights.nbytes / 2, f"release_tag returns {held} for {weights.nbytes} bytes; return the released bytes"
         taken = _count_taken(platform)
         released = platform.release_tag("kv_cache", [pool], keeps_values=False)

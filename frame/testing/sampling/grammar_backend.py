@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +19,10 @@ import numpy as np
 
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, MAX_ROLLBACK, GrammarContext
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
-from frame.testing.generators import make_alike, require_bounded, require_fast
-from frame.testing.sampling import grammar_requests
+from frame.testing.generators import make_alike, require_bounded, require_fast, taking_turns
+from frame.testing.sampling import grammar_keywords, grammar_requests
 from frame.testing.sampling.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, TAG, Language, Vocabulary
-from frame.testing.sampling.grammar_run import Run
+from frame.testing.sampling.grammar_run import Run, takes_text
 
 MAX_COMPILE, MAX_FILL = 10.0, 0.02  # seconds; of a small grammar, and the median of one mask
 MAX_KNOWN = 1.8e-3  # seconds of a mask of the state that was asked for before
@@ -42,8 +41,8 @@ def suite(subject: Subject) -> Iterator[Check]:
     tags = {"structural_tag"}
     about = {"whitespace_has": {"json_schema", "json_object"}, "whitespace_of": tags, "json_of_a": tags, "memory": {"regex"}}
     left_out = tuple(name for name, needed in about.items() if not needed & set(kinds))
-    both = (*collect(__name__, run), *collect(grammar_requests.__name__, run))
-    yield from (check for check in both if not check.name.startswith(left_out))
+    every = (*collect(__name__, run), *collect(grammar_requests.__name__, run), *collect(grammar_keywords.__name__, run))
+    yield from (check for check in every if not check.name.startswith(left_out))
     more_ends = partial(_ignore_ends_of_other_models, subject, vocabulary, kinds)
     yield Check("end_tokens_that_the_model_lacks", more_ends)
     is_json = {"json_schema", "json_object"} & set(kinds)
@@ -322,18 +321,6 @@ def _compare_whitespace(run: Run) -> None:
                 assert is_taken == is_valid, f"{case.name}: {text!r} is {verb} with any_whitespace and max_whitespace 3"
 
 
-def takes_text(run: Run, case: Language, text: str) -> bool:
-    grammar = run.start(case)
-    tokens = run.vocabulary.encode(text)
-    for token in (*tokens, run.vocabulary.ends[0]):
-        is_allowed = bool(run.allowed(grammar)[token])
-        is_taken = grammar.accept_token(token)
-        assert is_taken or not is_allowed, f"{case.name}: accept_token() refuses token {token} of {text!r}, which the mask has"
-        if not is_taken:
-            return False
-    return True
-
-
 # requests -----------------------------------------------------------------------------------------
 
 
@@ -405,16 +392,11 @@ def check_masks_are_filled_in_threads(run: Run) -> None:
         begin.wait(timeout=60)
         return [run.allowed(each.start()) for each in compiled[first:] + compiled[:first]]
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # threads take turns within a mask
-    try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            for _ in range(max(3, MIN_FILLS // (THREADS * len(compiled)))):
-                for first, masks in enumerate(pool.map(fill, range(THREADS))):
-                    for mask, expected in zip(masks, alone[first:] + alone[:first], strict=True):
-                        assert np.array_equal(mask, expected), "a mask differs when threads fill several at once"
-    finally:
-        sys.setswitchinterval(interval)
+    with taking_turns(), ThreadPoolExecutor(THREADS) as pool:
+        for _ in range(max(3, MIN_FILLS // (THREADS * len(compiled)))):
+            for first, masks in enumerate(pool.map(fill, range(THREADS))):
+                for mask, expected in zip(masks, alone[first:] + alone[:first], strict=True):
+                    assert np.array_equal(mask, expected), "a mask differs when threads fill several at once"
 
 
 def check_masks_are_filled_in_time(run: Run) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 
+from frame.testing.conformance import SkipCheck
+from frame.testing.generators import taking_turns
 from frame.testing.sampling.grammar_cases import FINITE, JSON_CASES, LOOSE, OPEN, Language
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 REQUESTS = 64  # of one grammar at a time: backends share work between dozens
 COMPARED, STEPS = 8, 24  # of the last requests, and the tokens of each
+THREADS, FILLS = 4, 600  # threads of one grammar, and the masks of each
 NUM_STATES, MEMORY_TOKENS = 15, 9_000  # letters that an expression remembers, and the tokens of a text of it
 MIN_GROWN, MEMORY_FACTOR = 6 << 20, 12  # bytes of the process; by how much `num_bytes` may be less
 
@@ -145,3 +149,25 @@ def check_memory_of_masks_is_counted(run: Run) -> None:
     grown, counted = process.memory_info().rss - before, compiled.num_bytes
     is_counted = grown < MIN_GROWN or counted > grown / MEMORY_FACTOR
     assert is_counted, f"{grown >> 20} MB of memory are added by masks of a grammar, and num_bytes is {counted / 2**20:.1f} MB"
+
+
+def check_threads_share_a_grammar(run: Run) -> None:
+    """Threads fill masks of requests of one grammar at once, each of which is at another place."""
+    for case in run.of((*FINITE, *OPEN)):
+        compiled = run.compile(case)
+        places: dict[bytes, Grammar] = {}
+        for token in run.continuations(run.allowed(compiled.start())):
+            grammar = compiled.start()
+            assert grammar.accept_token(token), f"{case.name}: accept_token() refuses token {token}, which the mask has"
+            places.setdefault(run.allowed(grammar).tobytes(), grammar)
+        if len(places) >= THREADS:
+            break
+    else:
+        raise SkipCheck(f"no grammar of the suite has {THREADS} texts that go on in different ways")
+
+    def fill(mask: bytes) -> bool:
+        return all(run.allowed(places[mask]).tobytes() == mask for _ in range(FILLS))
+
+    with taking_turns(), ThreadPoolExecutor(THREADS) as pool:
+        are_right = list(pool.map(fill, [*places][:THREADS]))
+    assert all(are_right), f"{case.name}: a mask is that of another request while threads fill several: keep no buffer in the grammar"

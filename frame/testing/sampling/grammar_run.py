@@ -51,3 +51,15 @@ class Run:
     def continuations(self, allowed: np.ndarray) -> list[int]:
         """The allowed tokens that are text."""
         return [token for token in np.flatnonzero(allowed).tolist() if token in self.vocabulary.tokens]
+
+
+def takes_text(run: Run, case: Language, text: str) -> bool:
+    grammar = run.start(case)
+    tokens = run.vocabulary.encode(text)
+    for token in (*tokens, run.vocabulary.ends[0]):
+        is_allowed = bool(run.allowed(grammar)[token])
+        is_taken = grammar.accept_token(token)
+        assert is_taken or not is_allowed, f"{case.name}: accept_token() refuses token {token} of {text!r}, which the mask has"
+        if not is_taken:
+            return False
+    return True

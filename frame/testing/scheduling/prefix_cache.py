@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from frame.core.interfaces.cache import (
-    EvictableNode,
     EvictionPolicy,
     Inserted,
     PrefixCache,
@@ -26,22 +25,12 @@ from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.contexts import EVICTION
 from frame.testing.generators import make_alike, require_bounded, require_fast, require_growth, require_kept
 from frame.testing.scheduler_rig import InOrder, OldestFirst, SchedulerRig, add_requests, make_tight_config
-from frame.testing.scheduling import prefix_cache_groups
+from frame.testing.scheduling import prefix_cache_groups, prefix_cache_tree
+from frame.testing.scheduling.prefix_cache_tree import Keyed
 
 NUM_PAGES = 4096
 MAX_SECONDS = 1.5e-3  # of a match of a few pages
 PAGE_SIZES = (1, 2, 3)  # those that are checked, unless the record has others
-
-
-class Keyed(EvictionPolicy):
-    """Orders leaves by one field."""
-
-    def __init__(self, field: str) -> None:
-        super().__init__(EVICTION)
-        self._field = field
-
-    def key(self, node: EvictableNode) -> tuple[float, ...]:
-        return (getattr(node, self._field), node.created)
 
 
 class Maker:
@@ -76,7 +65,7 @@ def suite(subject: Subject) -> Iterator[Check]:
         yield check(_stores_nothing)
         yield check(_serves_equal_tokens, maker.page_sizes[0], False, name="serves_equal_tokens")
         return
-    yield from collect(__name__, maker)
+    yield from (*collect(__name__, maker), *collect(prefix_cache_tree.__name__, maker))
     checks: list[Callable[[Maker], None]] = []
     if maker.capabilities.eviction_policy:
         checks += [_evicts_in_the_order_of_its_policy, _passes_priorities_to_its_policy]
@@ -203,6 +192,7 @@ def check_compares_namespaces_whole(maker: Maker) -> None:
     on = _new(maker)
     spaces = [name for pair in make_alike() for name in pair]
     spaces += [f"{name}:salt" for name in spaces] + [f"one:{name}" for name in spaces] + [f"one:salt\0{number}" for number in (1, 10)]
+    spaces += ["one:salt", "one:Salt", "one:salt ", "one:salt\n", " one:salt"]
     expected = {space: on.insert([5, 6], space)[0].tolist() for space in spaces}
     for space in spaces:
         assert on.find([5, 6], space) == expected[space], f"namespace {space!r} finds the prefixes of another one"
@@ -454,6 +444,7 @@ def _outlines_parents_before_children(maker: Maker) -> None:
         assert -1 <= run.parent < place, "a run of the outline stands before its parent"
         start = 0 if run.parent < 0 else runs[run.parent].start + runs[run.parent].tokens
         assert run.start == start, "a run of the outline does not begin where its parent ends"
+    assert {run.namespace for run in runs} == {"", "one:"}, "the outline shows prefixes under other namespaces than their own"
     assert len(cache.outline(2)) <= 2, "the outline has more runs than its limit"
 
 

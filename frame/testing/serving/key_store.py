@@ -45,7 +45,7 @@ NEARLY = (
     b"Frame-conformance-alice", b"frame-conformance-alice\x00", b"frame-conformance-alice,frame-conformance-bob", b"frame-conformance-*",
     b"k" * 8, b"k" * 200 + b"-", b"k" * 8192, b"\xff\xfe", b"\x00", "frame-conformance-alíce".encode(), b"' OR '1'='1", b"../keys", b"%00",
     b"frame-conformance-alice\xff", b"\xc3frame-conformance-bob", b"frame-conformance-alice\x00tail", b"k" * 72, b"k" * 64 + b"-12",
-    b"None", b"null", b"0", b"true", b"*",
+    b"None", b"null", b"0", b"true", b"*", b"Bearer frame-conformance-alice", b"sha256:frame-conformance-alice",
 )  # fmt: skip
 NUM_UNKNOWN = 600  # keys, after which a store holds no more than after half of them
 MAX_LOOKUP = 1.8e-3  # seconds; for the fastest of some lookups
@@ -226,7 +226,7 @@ def _find_texts(store: object, texts: set[Any], maximum: int = 20_000) -> Any:
             continue
         seen.add(id(one))
         if isinstance(one, (str, bytes)):
-            if one in texts:
+            if any(type(text) is type(one) and text in one for text in texts):  # type: ignore[operator]  # a file's text has several
                 return one
         else:
             waiting += gc.get_referents(one)

@@ -84,9 +84,12 @@ USUAL, LARGE = WeightCase(), WeightCase(LARGE_INPUTS)
 
 
 class Weight:
-    """A weight whose tensors come from a random checkpoint: `parts` layers of `outputs` outputs."""
+    """A weight whose tensors come from a random checkpoint: `parts` layers of `outputs` outputs.
+    `first`: number of its first expert, or of the one whose tensors it has."""
 
-    def __init__(self, subject: Subject, layout: LayerFormat, place: Place = WHOLE, case: WeightCase = USUAL, experts: int = 0) -> None:
+    def __init__(
+        self, subject: Subject, layout: LayerFormat, place: Place = WHOLE, case: WeightCase = USUAL, experts: int = 0, first: int = 0
+    ) -> None:
         rank, split, ranks = place
         self.inputs = Range.split(case.inputs, rank, ranks) if split == "input" else Range.whole(case.inputs)
         self.outputs = [Range.split(size, rank, ranks) if split == "output" else Range.whole(size) for size in case.outputs]
@@ -99,7 +102,7 @@ class Weight:
             local = 0
             for part, span in enumerate(self.outputs):
                 placed = Range(span.full, span.start, span.size, local)
-                self.stored.bind(part, f"{expert}.{part}", placed, self.inputs, expert if experts else None)
+                self.stored.bind(part, f"{first + expert}.{part}", placed, self.inputs, expert if experts else None)
                 local += span.size
 
     def load(self, seed: int = 0) -> list[CanonicalWeight]:
@@ -309,6 +312,7 @@ def check_experts_are_apart(subject: Subject, layout: LayerFormat) -> None:
     experts = _dense(Weight(subject, layout, experts=EXPERTS).load())
     assert tuple(experts.shape) == (EXPERTS, sum(OUTPUTS), INPUTS), f"experts have the shape {tuple(experts.shape)}"
     _compare(experts[0], first, "expert 0")
+    _compare(experts[1], _dense(Weight(subject, layout, first=1).load()), "expert 1, whose tensors are its own")
     assert not torch.equal(experts[0], experts[1]), "two experts are equal"
 
 

@@ -6,7 +6,6 @@ They are derived from `llguidance`: each wraps its constraints or its sources.
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +14,7 @@ import numpy as np
 
 from frame.core.interfaces.sampling import Grammar, GrammarCapabilities
 from frame.plugins.grammar_backends.llguidance import LLGuidanceBackend
-from tests.testing.mutants import MutantList
+from tests.testing.mutants import MutantList, grammar_words
 
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import CompiledGrammar
@@ -447,22 +446,28 @@ class SearchesExpressions(Wrapped):
         return super().compile(kind, f"({source})[a-z]*" if kind == "regex" else source)
 
 
-@mutant
-class IgnoresRequired(Wrapped):
-    """Ignores which properties are required."""
+class Changed(Wrapped):
+    """Compiles another source."""
+
+    change: Any
 
     def compile(self, kind: str, source: str) -> Any:
-        source = re.sub(r'"required": \[[^]]*\]', '"title": "x"', source) if kind == "json_schema" else source
-        return super().compile(kind, source)
+        return super().compile(kind, self.change(kind, source))
+
+
+mutant.each(Changed, "change", *grammar_words.BUGS)
 
 
 @mutant
-class IgnoresBounds(Wrapped):
-    """Ignores the largest number, length and count."""
+class SharesABufferOfTheGrammar(Wrapped):
+    """Computes masks in a buffer of the grammar, which requests of other threads overwrite."""
 
-    def compile(self, kind: str, source: str) -> Any:
-        source = re.sub(r'"(maximum|maxLength|maxItems)"', r'"x-\1"', source) if kind == "json_schema" else source
-        return super().compile(kind, source)
+    class Request(Constraint):
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            buffer = vars(self.compiled).setdefault("buffer", np.zeros_like(mask))
+            found = super().fill_mask(buffer)
+            mask[:] = buffer
+            return found
 
 
 @mutant

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from frame.host.child_process import start_process
+from frame.host.child_process import PARENTS_SIGNALS, start_process
 from frame.interfaces.launcher import LauncherCapabilities, Placement, RankPlace, RankProcess
 from tests.plugins.fake_launcher import ReversedLauncher
 from tests.testing.mutants import MutantList
@@ -136,4 +136,28 @@ class KeepsSignals(ReversedLauncher):
         process = super().start(place, command, environment, pipes_errors=pipes_errors)
         send = process.send_signal
         process.send_signal = lambda sig: None if sig == signal.SIGUSR1 else send(sig)  # type: ignore[method-assign]
+        return process
+
+
+@mutant
+class BlocksFurtherSignals(ReversedLauncher):
+    """start blocks SIGCHLD in the rank too, which never unblocks it."""
+
+    def start(self, place: RankPlace, command: Sequence[str], environment: Mapping[str, str], *, pipes_errors: bool) -> RankProcess:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        process = super().start(place, command, environment, pipes_errors=pipes_errors)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return process
+
+
+@mutant
+class LeavesPipesOpen(ReversedLauncher):
+    """Later ranks inherit the pipe of an earlier one, which does not see the end of its input."""
+
+    def start(self, place: RankPlace, command: Sequence[str], environment: Mapping[str, str], *, pipes_errors: bool) -> RankProcess:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+        errors = subprocess.PIPE if pipes_errors else None
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors, env={**os.environ, **environment}, close_fds=False)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.set_inheritable(process.stdin.fileno(), True)  # type: ignore[union-attr]
         return process

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import random
+import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import repeat, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from PIL import Image, ImageOps
 
 from frame.core.interfaces.model import ModelConfig
 from frame.interfaces.modality import MediaError, MediaLayout, MediaLimits, MediaSize, Modality, ModalityCapabilities
+from frame.media.sound import resample
+from frame.plugins.modalities.audio import AudioModality
 from frame.plugins.modalities.video import VideoModality
 from frame.testing.modality.folders import write_folder
 from tests.testing.mutants import MutantList
@@ -89,7 +93,7 @@ def count(width: int, height: int) -> tuple[int, int]:
 
 
 mutant = MUTANTS = MutantList("modality", reference=Tiles, capabilities=ModalityCapabilities("image", ("PNG",)))
-VIDEO = ModalityCapabilities("video", ("MP4",))
+VIDEO, AUDIO = ModalityCapabilities("video", ("MP4",)), ModalityCapabilities("audio", ("WAV",))
 
 
 class Laid(Tiles):
@@ -316,3 +320,56 @@ class VideoStandsStill(VideoModality):
 
     def lay_out(self, size: MediaSize, options: Mapping[str, Any]) -> MediaLayout:
         return replace(super().lay_out(size, options), frame_step=0.0)
+
+
+@mutant
+class NamedColoursAreOpaque(Tiles):
+    """A colour or grey that the file names as transparent is drawn."""
+
+    def convert(self, image: Image.Image) -> Image.Image:
+        image.info.pop("transparency", None)
+        return super().convert(image)
+
+
+@mutant
+class SharesItsPicture(Tiles):
+    """Keeps the decoded picture in the object, where another thread puts its own."""
+
+    def read(self, data: bytes) -> Image.Image:
+        self.picture = super().read(data)
+        time.sleep(1e-4)
+        return self.picture
+
+
+class Sound(AudioModality):
+    """Reads a file by blocks, then computes with all samples."""
+
+    def change(self, blocks: list[np.ndarray]) -> list[np.ndarray]:
+        return blocks
+
+    def mix(self, samples: np.ndarray) -> np.ndarray:
+        return samples.mean(1)
+
+    def resample(self, samples: np.ndarray, rate: int) -> np.ndarray:
+        return np.concatenate([*resample(iter([samples]), rate)])
+
+    def compute_features(self, data: bytes, size: MediaSize, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        read, _, rate, _ = self._open(data)
+        blocks = self.change([*takewhile(len, map(read, repeat(1 << 16)))])
+        return self._reader.compute_features(self.resample(self.mix(np.concatenate(blocks)), rate))
+
+
+def pick(_: Any, samples: np.ndarray, rate: int) -> np.ndarray:
+    return samples[(np.arange(round(len(samples) * 16_000 / rate)) * rate / 16_000).astype(np.int64)]
+
+
+def end(_: Any, blocks: list[np.ndarray]) -> list[np.ndarray]:
+    return [block * (len(block) == 1 << 16 or len(blocks) == 1) for block in blocks]
+
+
+for name, sentence, attribute, value in (
+    ("LeftChannelAlone", "Of two channels the second one is not heard.", "mix", lambda _, samples: samples[:, 0]),
+    ("PicksSamples", "Takes the nearest sample at each time, so that high tones become low ones.", "resample", pick),
+    ("EndsWithABlock", "The samples after the last whole block are silent.", "change", end),
+):
+    mutant(type(name, (Sound,), {"__module__": __name__, "__doc__": sentence, attribute: value}), capabilities=AUDIO)

@@ -281,3 +281,11 @@ class OtherOrderForFewTokens(PlainDispatcher):
         for other in reversed(others):
             total = total + other
         return total
+
+
+@mutant
+class CountsLogicalExperts(PlainDispatcher):
+    """Divides the logical experts among the ranks, where some have two places."""
+
+    def select(self, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().select(ids, weights, replace(placement, logical=tuple(sorted({*placement.logical}))))

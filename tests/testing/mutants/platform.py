@@ -214,3 +214,11 @@ class LosesWeights(FakePlatform, SupportsSleep):
 
     def map_tag(self, tag: str, tensors: Sequence[torch.Tensor]) -> None:
         """The values are lost."""
+
+
+@mutant
+class FreeIsTheTotal(FakePlatform):
+    """Reports the whole memory as free, also while tensors take a part of it."""
+
+    def measure_memory(self) -> DeviceMemory:
+        return replace(super().measure_memory(), free=MEMORY)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from frame.core.interfaces.cache import Inserted, Match, PrefixCache, PrefixCacheCapabilities, PrefixCacheContext, SupportsRelock
+from frame.plugins.prefix_caches.radix import RadixCache
 from tests.testing.mutants import MutantList
 
 Prefix = tuple[str, bytes]
@@ -365,3 +366,33 @@ class SaysThatItStoresNothing(PlainCache):
     """The class says that it reuses nothing, the record that it does."""
 
     reuses = False
+
+
+@mutant
+class CallsItselfForEachPage(PlainCache):
+    """Locks each page by a call of its own: long sessions end with a RecursionError."""
+
+    def lock(self, handle: Prefix | None) -> None:
+        if handle is not None:
+            entry = self.entries[handle]
+            self.lock(entry.parent)
+            entry.locks, entry.hits, entry.last_access = entry.locks + 1, entry.hits + 1, self.clock
+
+
+class Divided(RadixCache):
+    """Loses something where a sequence is divided."""
+
+    lose: Any
+
+    def _split(self, lower: Any, keep: int) -> Any:
+        upper = super()._split(lower, keep)
+        self.lose(upper, lower)
+        return upper
+
+
+mutant.each(
+    Divided, "lose",
+    ("BranchesLosePins", "A pin ends where another sequence branches off.", lambda self, _, lower: lower.pins and self._end_pins(lower)),
+    ("BranchesLosePriority", "A sequence with a branch has no priority.", lambda _, upper, __: setattr(upper, "priority", 0)),
+    ("BranchesLoseHits", "A sequence with a branch has no hits.", lambda _, upper, __: setattr(upper, "hits", 0)),
+)  # fmt: skip

@@ -181,3 +181,14 @@ class RoundsToNothing(Grouped):
 
         def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
             return CanonicalWeight(WeightScheme("int8"), inputs, tensors["quantized"], tensors["scales"])
+
+
+@mutant
+class SharesScalesOfExperts(Grouped):
+    """All experts have the scales of the first one."""
+
+    class layer(Stored):
+        def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
+            scales = tensors["weight_scale"]
+            shared = scales[:1].expand_as(scales) if scales.dim() == 3 else scales
+            return super().to_canonical({**tensors, "weight_scale": shared}, inputs)
