@@ -19,7 +19,10 @@ from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
 
 MAX_IN_PASS = 32  # requests of one adapter that a pass over the waiting requests sees
+MAX_ABSENT = 2  # of one adapter that has no place
+ABSENT_SHARE = 4  # at most one of so many requests of a pass has an adapter without a place
 SCANNED = 8  # times as many requests are looked at to find those
+WHOLE_PASSES = 16  # one of so many passes looks at all requests
 OPEN_SECONDS = 0.5  # that an adapter keeps its place for further requests, although others wait for one
 RESERVED_SECONDS = 1.0  # that a place is kept for the request for which its adapter was copied
 MAX_KEYS = 4096  # of an adapter: first tokens that are remembered
@@ -83,6 +86,7 @@ class AdapterPlaces:
         self._closed: set[int] = set()  # places that admit no further request in this pass
         self._now = 0.0
         self._num_copies = 0
+        self._num_passes = 0
 
     def start_request(self, request: Request) -> Finish | None:
         """A request arrives: find where its adapter is active. -> how it ends if its version is
@@ -109,16 +113,22 @@ class AdapterPlaces:
 
     def begin_pass(self, queue: Iterable[Request], count: int, now: float) -> list[Request]:
         """Waiting requests are looked at from the first one on. -> the first `count` of them, with
-        few of each adapter, as others may wait behind them."""
+        few of each adapter, and few whose adapter has no place, as others may wait behind them."""
         self._now = now
         self._closed.clear()
-        taken, window = Counter[str](), list[Request]()
-        for request in islice(queue, count * SCANNED):
+        self._num_passes += 1
+        taken, window, num_absent = Counter[str](), list[Request](), 0
+        for request in islice(queue, count * SCANNED if self._num_passes % WHOLE_PASSES else None):
             if len(window) == count:
                 break
-            if not request.adapter or taken[request.adapter] < MAX_IN_PASS:
+            if request.adapter:
+                is_absent = request.adapter not in self._by_digest
+                maximum = MAX_ABSENT if is_absent else MAX_IN_PASS
+                if taken[request.adapter] >= maximum or (is_absent and num_absent * ABSENT_SHARE >= count):
+                    continue
                 taken[request.adapter] += 1
-                window.append(request)
+                num_absent += is_absent
+            window.append(request)
         return window
 
     def acquire(self, request: Request, *, is_idle: bool) -> bool:
@@ -159,6 +169,26 @@ class AdapterPlaces:
     def is_on_device(self, request: Request) -> bool:
         """Whether a request could start now as far as its adapter is concerned."""
         return not request.adapter or request.adapter in self._by_digest
+
+    def choose_victims(self, first: Request, eligible: Sequence[Request]) -> list[Request]:
+        """See `RequestAdapters.choose_victims`. The place with the fewest requests is emptied."""
+        pages = self._versions.by_digest[first.adapter].num_pages
+        idle = [place for place in self._places if not place.num_running and place.used_at <= self._now]
+        available = len(self._free_pages) + sum(len(place.pages) for place in idle)
+        if idle and available >= pages:
+            return []
+        by_place: dict[int, list[Request]] = {}
+        for request in eligible:
+            by_place.setdefault(request.adapter_place, []).append(request)
+        by_place.pop(-1, None)
+        complete = [
+            users
+            for number, users in by_place.items()
+            if len(users) == (place := self._places[number]).num_running
+            and self._now - place.loaded_at >= OPEN_SECONDS
+            and available + len(place.pages) >= pages
+        ]
+        return min(complete, key=len, default=[])
 
     def describe_load(self) -> dict[str, Any]:
         """Gauges and counters, named as in `Heartbeat`."""

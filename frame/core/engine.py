@@ -161,8 +161,7 @@ class NoStates:
 
 
 class FailedStep:
-    """A step whose launch raised. It fails when it is committed, so that steps are committed in
-    order."""
+    """A step whose launch raised. It fails when it is committed: steps are committed in order."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

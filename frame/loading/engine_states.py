@@ -22,6 +22,7 @@ ACTIONS = ("pause", "resume", "sleep", "wake", *UPDATES)
 MODES = get_args(PauseMode)
 ASLEEP = "the memory of {} is released: wake the engine first (tags: {})"
 NO_SLEEP = "this engine cannot release its memory"
+OPEN_UPDATE = "a trainer updates the weights: end or cancel the update first"
 DROPPED = "the weights were dropped while the engine slept: update them before it continues"
 
 
@@ -137,7 +138,7 @@ class EngineStates:
         # must not have those of the first refused.
         if control.action == "update_weights" and any(waiting.action in UPDATES for waiting in self._waiting):
             return _refuse(control, "another update of the weights waits; try again")
-        if "weights" in self._released:
+        if "weights" in self._released and control.arguments.get("step") != "cancel":
             return _refuse(control, ASLEEP.format("the weights", "weights"))
         if self._lacks_weights and control.arguments.get("partial"):
             return _refuse(control, f"{DROPPED}; partial is set, and all tensors are needed")
@@ -151,7 +152,11 @@ class EngineStates:
             return _refuse(control, self._sleep_obstacle)
         if asleep := [tag for tag in tags if tag in self._released]:
             return _refuse(control, f"the memory of {' and '.join(asleep)} is released already: wake the engine, or name other tags")
-        return None
+        return self._refuse_open_update(control, tags)
+
+    def _refuse_open_update(self, control: Control, tags: list[str]) -> ControlReply | None:
+        is_open = "weights" in tags and self._weights is not None and self._weights.is_open
+        return _refuse(control, OPEN_UPDATE) if is_open else None
 
     @staticmethod
     def _waits_for_requests(control: Control) -> bool:
@@ -192,6 +197,8 @@ class EngineStates:
     def _carry_out_sleep(self, control: Control) -> ControlReply:
         """Requests that are not aborted lose their KV, and are computed anew after the wake."""
         tags = control.arguments.get("tags") or list(MEMORY_TAGS)
+        if (refusal := self._refuse_open_update(control, tags)) is not None:  # an update began meanwhile
+            return refusal
         mode = control.arguments.get("mode", "keep")
         num_preempted = self._stop_requests(control, "retract" if mode == "keep" else mode)
         self._context.scheduler.flush_cache()

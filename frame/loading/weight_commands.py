@@ -101,6 +101,11 @@ class WeightCommands:
         return bool(self._joining or self._replies)
 
     @property
+    def is_open(self) -> bool:
+        """Whether a trainer has begun an update that has not ended."""
+        return self._update is not None
+
+    @property
     def holds_steps(self) -> bool:
         """Whether the weights are a mixture, or not those that are to be served."""
         return bool(self._awaits) or (self._update is not None and self._update.is_written)

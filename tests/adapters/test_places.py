@@ -103,6 +103,45 @@ def test_one_adapter_does_not_fill_the_window() -> None:
     assert {request.adapter for request in window} == {"a", "", "b"}
 
 
+def test_adapters_without_a_place_leave_room_in_the_window() -> None:
+    digests = "abcdefghijklmnopqrstuvwxyz"
+    places = _places(num_places=1, num_pages=1, digests=digests)
+    running = _request("a")
+    places.start_request(running)
+    places.begin_pass([], 1, 0.0)
+    assert places.acquire(running, is_idle=True)
+    queue = [*(_request(digests[1 + i % 25]) for i in range(900)), _request("a"), _request("")]
+    window = [request.adapter for request in places.begin_pass(queue, 128, 0.1)]
+    assert window[-2:] == ["a", ""]
+    assert len(window) == 32 + 2 and max(map(window.count, window)) == 2
+    far = [*queue[:900], *queue[:900], *queue[900:]]
+    assert any(places.begin_pass(far, 128, 0.2)[-1].adapter == "" for _ in range(16)), "requests behind many others are seen at times"
+
+
+def test_the_place_with_the_fewest_requests_is_emptied() -> None:
+    places = _places(num_places=2, num_pages=4, digests="abc")
+    places._versions.by_digest["c"].num_pages = 3
+    users = [_request(digest) for digest in "aabbb"]
+    places.begin_pass([], 1, 0.0)
+    for request in users:
+        places.start_request(request)
+        assert places.acquire(request, is_idle=True)
+    first = _request("c")
+    places.begin_pass([], 1, 0.1)
+    assert places.choose_victims(first, users) == [], "both are there for a moment only"
+    places.begin_pass([], 1, 1.0)
+    assert places.choose_victims(first, users) == users[:2]
+    assert places.choose_victims(first, users[1:]) == users[2:], "one of the other place may not be preempted"
+    assert places.choose_victims(first, users[1:4]) == []
+    places._versions.by_digest["c"].num_pages = 4
+    assert places.choose_victims(first, users) == [], "the pages of one place are too few"
+    places._versions.by_digest["c"].num_pages = 1
+    for request in users[:2]:
+        places.release(request)
+    places.begin_pass([], 1, 2.0)
+    assert places.choose_victims(first, users[2:]) == [], "a place is idle"
+
+
 def test_an_adapter_with_an_invocation_is_active_from_its_last_occurrence_on() -> None:
     versions = AdapterVersions()
     versions.add_version("x", 1, (7, 8), 0.0)

@@ -61,7 +61,7 @@ class GatedStep:
 class Weights:
     """Commands for weights that load at once."""
 
-    holds_steps = awaits_trainers = False
+    holds_steps = awaits_trainers = is_open = False
 
     def check_deadline(self) -> None: ...
 
@@ -69,6 +69,9 @@ class Weights:
         return []
 
     def update(self, control: Control, clear: Callable[[], int], beat: Callable[[], object]) -> ControlReply:
+        if control.arguments.get("step") in ("begin", "cancel"):
+            self.is_open = control.arguments["step"] == "begin"
+            return ControlReply(id=control.id, ok=True)
         version = str(control.arguments["version"])
         if control.arguments.get("phase") == "check":
             return ControlReply(id=control.id, ok=True)
@@ -233,6 +236,7 @@ ORDER: list[tuple[list[tuple[str, dict[str, Any]]], str]] = [
     ([("sleep", {}), ("update_weights", {"path": "x", "version": "x"})], r"wake the engine first \(tags: weights\)"),
     ([("sleep", {}), ("resume", {})], "the engine is asleep: wake it"),
 ]
+BEGIN, CANCEL = ("transfer_weights", {"step": "begin"}), ("transfer_weights", {"step": "cancel"})
 INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("pause", {"mode": "later"}, "mode is 'later'; it may be " + ", ".join(get_args(PauseMode))),
     ("sleep", {"tags": ["graphs"]}, "tags has 'graphs'; it may have weights, kv_cache"),
@@ -247,6 +251,21 @@ def test_commands_out_of_order(states: States, commands: list[tuple[str, dict[st
     reply = states.command(action, **arguments)
     assert (reply.ok, reply.code) == (False, "conflict")
     assert re.search(sentence, reply.error or ""), reply.error
+
+
+def test_the_weights_stay_while_a_trainer_updates_them(states: States) -> None:
+    assert states.command(BEGIN[0], **BEGIN[1]).ok
+    for tags in ({}, {"tags": ["weights"]}):
+        reply = states.command("sleep", **tags)
+        assert (reply.ok, reply.code) == (False, "conflict")
+        assert "end or cancel the update first" in (reply.error or "")
+    assert states.command("sleep", tags=["kv_cache"]).ok
+    assert states.command("wake").ok
+    assert states.command(CANCEL[0], **CANCEL[1]).ok
+    assert states.command("sleep").ok
+    assert not states.command(BEGIN[0], **BEGIN[1]).ok
+    assert states.command(CANCEL[0], **CANCEL[1]).ok, "a trainer may always cancel"
+    assert states.command("wake").ok
 
 
 @pytest.mark.parametrize(("action", "arguments", "sentence"), INVALID, ids=["mode", "tags", "level"])

@@ -46,8 +46,7 @@ class DeviceDrafts(Protocol):
         ...
 
     def make_graphs(self, graphs: DecodeGraphs) -> DraftGraphs:
-        """The graphs of the passes after steps that these decode graphs run; the caller captures
-        them."""
+        """The graphs of the passes after steps of these decode graphs; the caller captures them."""
         ...
 
     def draft(

@@ -67,8 +67,7 @@ class _Attention:
     out: torch.Tensor
 
     def run(self, batch: ForwardBatch, tokens: int) -> None:
-        """Compute the first `tokens` tokens. The output of the others keeps its previous, finite
-        values."""
+        """Compute the first `tokens` tokens. The output of others keeps its last, finite values."""
         result = self.call(self.layer, *(operand[:tokens] for operand in self.operands), batch)
         if result.data_ptr() != self.out.data_ptr():
             self.out[:tokens] = result
@@ -146,8 +145,7 @@ class PiecewiseGraphs:
             )  # fmt: skip
 
     def place(self, tokens: TokenArrays[np.ndarray]) -> TokenArrays[torch.Tensor]:
-        """Copy the arrays of a step of at most `maximum` tokens to the addresses that the pieces
-        read."""
+        """Copy the arrays of a step of up to `maximum` tokens to where the pieces read them."""
         count = len(tokens.token_ids)
         self._buffers.write({name: getattr(tokens, name) for name in _PADDING}, self._sizes[self._smallest[count]])
         return TokenArrays(*(self._buffers.tensors[name][:count] for name in _PADDING))

@@ -31,8 +31,7 @@ class Staging(Protocol):
 
 
 def make_staging(platform: Platform, num_bytes: int) -> Staging:
-    """The staging of a device. num_bytes: expected maximum of one step; larger steps grow the
-    buffers."""
+    """The staging of a device. num_bytes: expected of one step; larger steps grow the buffers."""
     return PinnedCopies(platform, platform.device, num_bytes) if isinstance(platform, SupportsStreams) else SharedMemory()
 
 

@@ -175,8 +175,7 @@ class StepAdapters(AdaptedRows, Protocol):
         ...
 
     def place_tokens(self, batch: ForwardBatch, size: int) -> None:
-        """Write the adapter of each token to a fixed address, and none for further ones up to
-        `size`."""
+        """Write each token's adapter to a fixed address, and none for further ones up to `size`."""
         ...
 
     def plan_tokens(self, size: int) -> None:

@@ -64,8 +64,7 @@ class InProcessTransport:
 
     @classmethod
     def pair(cls, sink: Callable[[AnyMessage], None] | None = None) -> tuple[InProcessTransport, InProcessTransport]:
-        """Make (this end, the other end); `sink` is called with what the other end sends to this
-        one."""
+        """Make (this end, the other end); `sink` is called with what the other end sends here."""
         first, second = cls(sink), cls()
         first._peer, second._peer = second, first
         return first, second

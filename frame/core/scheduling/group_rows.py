@@ -158,8 +158,7 @@ class GroupRows:
         self._writes[self.snapshot].append(np.array([[slot, 0, pages[0]]], np.int32))
 
     def grow_rows(self, slots: np.ndarray, at: np.ndarray, num_pages: int = 1) -> None:
-        """Add `num_pages` pages to each slot's rows, from entry `at` on; `num_growable` must
-        suffice."""
+        """Add `num_pages` pages to each slot's rows from entry `at` on; `num_growable` suffices."""
         for rows in self.windows:
             pages = self.allocate_pages(rows.index, len(slots) * num_pages)
             if pages is None:

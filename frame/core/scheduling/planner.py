@@ -2,8 +2,7 @@
 ones (vLLM: the body of `Scheduler.schedule`).
 
 A step has all decodes, some with drafted tokens, then chunks of running prompts within the token
-budget, then new prompts.
-Works on arrays by slot. It must not know token values, grammars or messages.
+budget, then new prompts. Works on arrays by slot; must not know token values or messages.
 """
 
 from __future__ import annotations
@@ -31,11 +30,8 @@ RESERVE_DECAY_STEPS = 128  # the growth reserve is halved after so many steps wi
 
 
 class StepPlanner:
-    """Plans steps.
-
-    Invariants: the oldest running request is never preempted; while requests run, a row is
-    scheduled or a step is in flight.
-    """
+    """Plans steps. Invariants: the oldest running request is never preempted; while requests run, a
+    row is scheduled or a step is in flight."""
 
     def __init__(
         self, config: SchedulerConfig, running: RunningSet, queue: WaitingQueue, policy: SchedulingPolicy, features: StepFeatures
@@ -428,7 +424,11 @@ class StepPlanner:
         candidates.close()
         if first is None or not (self._running.admits_new or first.admitted_at):
             return
-        if not self.adapters.is_on_device(first) or not self.tiers.may_start(first):
+        if not self.adapters.is_on_device(first):
+            for victim in self.adapters.choose_victims(first, self._list_excess_requests(first))[::-1]:
+                self.preempt(victim, is_shortage=False)
+            return
+        if not self.tiers.may_start(first):
             return
         first.tokens = first.all_tokens()
         cached = self._running.kv_manager.lock_prefix(first)

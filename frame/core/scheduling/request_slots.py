@@ -111,8 +111,7 @@ class RequestTable:
         return request
 
     def add_request(self, request: Request) -> None:
-        """Assign a free slot, with an empty page-table row; the request starts from
-        `request.tokens`."""
+        """Assign a free slot with an empty page-table row; the request starts from its `tokens`."""
         slot = self._free.pop()
         a = self.arrays
         request.slot, request.state = slot, RequestStatus.RUNNING

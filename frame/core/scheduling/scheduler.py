@@ -131,8 +131,7 @@ class Scheduler:
         self.abort(list(self._requests), reason)
 
     def drain_outputs(self) -> StepTokens | None:
-        """Return the requests that ended outside of a step (aborted, timed out) since the last
-        call."""
+        """Return the requests that ended outside of a step since the last call."""
         if not self._finished:
             return None
         ended, self._finished = self._finished, []

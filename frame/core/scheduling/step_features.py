@@ -199,6 +199,9 @@ class RequestAdapters(Protocol):
     def is_on_device(self, request: Request) -> bool:
         """Whether the request could start now as far as its adapter is concerned."""
 
+    def choose_victims(self, first: Request, eligible: Sequence[Request]) -> list[Request]:
+        """Choose running requests whose preemption frees a place for a waiting request."""
+
     def describe_load(self) -> dict[str, Any]:
         """Gauges and counters, named as in `Heartbeat`."""
 
@@ -224,6 +227,9 @@ class NoAdapters:
 
     def is_on_device(self, request: Request) -> bool:
         return True
+
+    def choose_victims(self, first: Request, eligible: Sequence[Request]) -> list[Request]:
+        return []
 
     def describe_load(self) -> dict[str, Any]:
         return {}

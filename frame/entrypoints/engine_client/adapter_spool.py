@@ -27,6 +27,7 @@ from typing import IO, Any, NamedTuple, Protocol
 import msgspec
 
 from frame.host.folder_lock import lock_folder
+from frame.host.host_memory import measure_host_memory
 from frame.host.interpreter import child_environment, python_command
 from frame.interfaces.adapter import AdapterError
 
@@ -83,6 +84,7 @@ class AdapterSpool:
         self._path: Path | None = None
         self._remove: weakref.finalize[..., AdapterSpool] | None = None  # also at the exit of this process
         self._guard = threading.Lock()
+        self._is_closed = False  # which ends copies
         self._holders: Counter[str] = Counter()  # of each copy, by digest
 
     def copy_folder(self, path: str, roots: Sequence[str] | None = None) -> SpooledAdapter:
@@ -97,7 +99,11 @@ class AdapterSpool:
                 for name in (CONFIG, TENSORS):
                     with _open_file(folder, name, follows=roots is None) as source:
                         before = _identity(source)
+                        if name == TENSORS:
+                            _check_size(os.fstat(source.fileno()).st_size)
                         while piece := source.read(PIECE):
+                            if self._is_closed:
+                                raise AdapterError("the server stops")
                             upload.write(name, piece)
                         if _identity(source) != before:
                             raise AdapterError(f"{name} was written to while it was read; load the adapter when it is complete")
@@ -136,6 +142,7 @@ class AdapterSpool:
 
     def close(self) -> None:
         """Delete the folder. A second call does nothing."""
+        self._is_closed = True
         if self._remove is not None:
             self._remove()
 
@@ -245,6 +252,12 @@ def check_header(path: Path) -> None:
         begin, end = tensor.data_offsets or (-1, -1)
         if not 0 <= begin <= end <= size - 8 - length:
             raise AdapterError(f"the tensor {name[:200]!r} is not inside {TENSORS}; the file is cut off or was changed")
+
+
+def _check_size(size: int) -> None:
+    """Raise AdapterError for a file that host memory, which holds its tensors, cannot take."""
+    if size > (available := measure_host_memory()[1]):
+        raise AdapterError(f"{TENSORS} has {size:,} bytes, and {available:,} bytes of host memory are available")
 
 
 def _run(program: str, *paths: Path) -> subprocess.CompletedProcess[str]:

@@ -104,8 +104,16 @@ class SequenceState:
 
     @property
     def weight_version(self) -> str:
-        """The version of the weights that made the last token; "" before the start."""
-        return self.versions[-1][1] if self.versions else ""
+        """The version of the weights that made the last token, or that makes the first one; ""
+        before the start."""
+        versions = self.weight_versions
+        return versions[-1][1] if versions else ""
+
+    @property
+    def weight_versions(self) -> Sequence[tuple[int, str]]:
+        """`versions` without one that has made no token, as after an update before an abort."""
+        has_none = len(self.versions) > 1 and self.versions[-1][0] == self.num_tokens
+        return self.versions[:-1] if has_none else self.versions
 
     def change_version(self, version: str) -> None:
         """Later tokens are of these weights."""

@@ -230,6 +230,7 @@ class Services:
     def check_awake(self) -> None:
         """Raise ApiError 503 for a request that would wait for an operator's command, where the
         settings refuse it; always without weights."""
-        refuses = self.resolved.user.execution.sleep == "refuse" or self.client.commands.lacks_weights
+        commands = self.client.commands
+        refuses = self.resolved.user.execution.sleep == "refuse" or (commands.lacks_weights and "weights" not in commands.released)
         if refuses and (problem := self.client.commands.sleep_problem) is not None:
             raise ApiError(503, problem, retry_after=RETRY_AFTER)

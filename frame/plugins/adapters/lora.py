@@ -28,6 +28,7 @@ _FACTOR = re.compile(
 # What PEFT copies where it is a target: a wrapped layer, or an embedding or head
 _COPY = re.compile(rf"{_PREFIX}(?:(.+){_WRAPPER}|((?:.+\.)?(?:embed_tokens|lm_head)))\.(?:weight|bias)")
 _MAX_NAME = 1000  # letters of a tensor's name; the work for one grows with its square
+_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _AGAIN = "save the adapter again with PEFT"
 # Stacked parameters of one module, in the order in which models declare them, which is the order of
 # wrapping; the outputs of the first by the inputs of the second.
@@ -163,10 +164,14 @@ def _get_shape(factors: Factors, kind: str) -> tuple[int, ...]:
 
 
 def read_factor(factors: Factors, kind: str) -> torch.Tensor:
-    """The values, as they are stored. Raises AdapterError if they are no finite numbers."""
+    """The values, as they are stored. Raises AdapterError for another type than `_TYPES`, and for
+    values that are no finite numbers."""
     name, tensor = factors[kind]
     values = tensor[...]
-    if not values.is_floating_point() or not torch.isfinite(values.float()).all():
+    if values.dtype not in _TYPES:
+        *others, last = (str(each).removeprefix("torch.") for each in _TYPES)
+        raise AdapterError(f"{name!r:.200} is of {values.dtype}: save the adapter in {', '.join(others)} or {last}")
+    if not torch.isfinite(values.float()).all():
         raise AdapterError(f"{name!r:.200} has values that are no finite numbers: train the adapter again")
     return values
 

@@ -77,7 +77,7 @@ class OtlpTracer(Tracer):
         return OTLPSpanExporter(endpoint=endpoint if has_path else f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT)
 
     def start_span(self, name: str, headers: Sequence[tuple[bytes, bytes]]) -> Span:
-        names = (b"traceparent", b"tracestate")
+        names = () if TraceParent.read(headers) is None else (b"traceparent", b"tracestate")  # of several, none counts
         carrier = {key.decode(): value.decode("latin-1") for key, value in headers if key in names}
         return OtlpSpan(self._tracer.start_span(_encode(name), self._propagator.extract(carrier), kind=SpanKind.SERVER))
 

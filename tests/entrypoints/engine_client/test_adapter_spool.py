@@ -152,6 +152,25 @@ def test_wrong_tensors(spool: AdapterSpool, tmp_path: Path, content: bytes, mess
     assert not list(spool._folder().iterdir())
 
 
+def test_a_file_that_memory_cannot_take_is_not_copied(spool: AdapterSpool, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a")
+    os.truncate(folder / "adapter_model.safetensors", 1 << 43)  # of which the disk holds nothing
+    with pytest.raises(AdapterError, match="has 8,796,093,022,208 bytes, and .* bytes of host memory are available"):
+        spool.copy_folder(str(folder))
+
+
+def test_the_end_of_the_server_ends_a_copy(spool: AdapterSpool, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a")
+    os.truncate(folder / "adapter_model.safetensors", 6 << 30)
+    timer = threading.Timer(0.3, spool.close)
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(AdapterError, match="the server stops|cannot be copied"):
+        spool.copy_folder(str(folder))
+    timer.join()
+    assert time.monotonic() - began < 3
+
+
 def test_a_file_that_changes_is_refused(spool: AdapterSpool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_adapter(tmp_path / "a")
     read = adapter_spool.AdapterUpload.write

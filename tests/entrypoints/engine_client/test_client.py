@@ -39,6 +39,7 @@ from frame.entrypoints.engine_client.limits import (
     check_request,
     get_child_params,
 )
+from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.engine_client.tokenizing import INLINE_CHARACTERS, ThreadedTokenizer, TokenizerProcesses, tokenize
 from frame.text.chat_template import ChatTemplateError
 from frame.text.detokenizer import Detokenizer
@@ -359,3 +360,15 @@ def generated(link: Link) -> list[Generate]:
 
 def tokens_of(message: Generate, *ids: int, finish: Finish | None = None) -> StepTokens:
     return StepTokens(rids=[message.rid], token_ids=[list(ids)], finishes={} if finish is None else {0: finish})
+
+
+def test_weights_that_made_no_token_are_not_named() -> None:
+    sequence = SequenceState(RequestState("r", ""), 0, 0, "r", [1], SamplingParams())
+    sequence.change_version("a")
+    assert sequence.weight_version == "a"
+    sequence.recovery.output_ids.append(5)
+    sequence.change_version("b")
+    assert (sequence.weight_version, sequence.weight_versions) == ("a", [(0, "a")])
+    sequence.change_version("c")
+    sequence.recovery.output_ids.append(6)
+    assert (sequence.weight_version, sequence.weight_versions) == ("c", [(0, "a"), (1, "c")])

@@ -383,9 +383,9 @@ def end_fields(sequence: SequenceState) -> dict[str, Any]:
 
 def list_versions(sequence: SequenceState) -> dict[str, Any]:
     """The field `weight_versions`, if several versions of the weights have made the sequence."""
-    if len(sequence.versions) < 2:
+    if len(versions := sequence.weight_versions) < 2:
         return {}
-    return {"weight_versions": [{"first_token": first, "version": version} for first, version in sequence.versions]}
+    return {"weight_versions": [{"first_token": first, "version": version} for first, version in versions]}
 
 
 def finish_reason(finish: Finish | None, has_calls: bool = False) -> str | None:

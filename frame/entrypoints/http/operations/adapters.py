@@ -92,7 +92,7 @@ async def upload(name: str, context: ContextDep, services: ServicesDep, owner: s
         if not services.resolved.user.adapters.uploads:
             raise ApiError(403, "this server takes no adapters as bodies; start it with --lora-uploads", code="uploads_off")
         tenant = read_owner(owner)
-        return await _attempt(_receive(registry, context, name, tenant))
+        return await _attempt(_receive(registry, context, name, tenant), "tensors")
     except ApiError as error:
         error.headers = CLOSE
         raise
@@ -114,6 +114,8 @@ async def _receive(registry: AdapterRegistry, context: RequestContext, name: str
                 if content:
                     await asyncio.to_thread(output.write, PARTS[part.name], content)
         reader.close()
+        if missing := [part for part in PARTS if part not in sent]:
+            raise ApiError(400, f"the field {missing[0]} is missing; send config and tensors", missing[0])
         files = await asyncio.to_thread(output.finish)
     finally:
         await asyncio.to_thread(stack.close)  # deletes what was not finished
@@ -149,11 +151,16 @@ def _registry(services: Services) -> AdapterRegistry:
     return services.adapters
 
 
-async def _attempt(work: Awaitable[T]) -> T:
+async def _attempt(work: Awaitable[T], field: str = "lora_path") -> T:
+    """The result of a load. field: of the request, which names or is the adapter."""
     try:
         return await work
     except AdapterError as error:
-        raise ApiError(400, public(str(error)), "lora_name" if isinstance(error, AdapterNameError) else "lora_path") from None
+        if isinstance(error, AdapterNameError):
+            field = "lora_name"
+        elif field == "tensors" and str(error).startswith(CONFIG):
+            field = "config"
+        raise ApiError(400, public(str(error)), field) from None
     except (EngineDeadError, TimeoutError) as error:
         raise ApiError(503, str(error), retry_after=RETRY_AFTER) from None
     except OSError as error:

@@ -107,8 +107,9 @@ async def test_uploads_of_a_training_loop(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "text"),
     [
-        (form(config=CONFIG), 400, "cut off"),
-        (form(tensors=tensors(b"1")), 400, "not a JSON object"),
+        (form(config=CONFIG), 400, "the field tensors is missing"),
+        (form(config=CONFIG, tensors=b"1"), 400, "cut off"),
+        (form(tensors=tensors(b"1")), 400, "the field config is missing"),
         (form(config=b"[]", tensors=tensors(b"1")), 400, "not a JSON object"),
         (form(config=b" " * (MAX_CONFIG + 1), tensors=b""), 400, "larger than"),
         (form(config=CONFIG, other=b"1"), 400, "is unknown"),
