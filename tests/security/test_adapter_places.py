@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import pytest
 
 from frame.testing.checkpoints import make_checkpoint
 from tests.entrypoints.chaos.test_adapters import write_adapter
@@ -17,6 +18,7 @@ FLAGS = ("--max-model-len", "2048", "--max-total-tokens", "8192", "--dtype", "fl
 LONG = 600
 
 
+@pytest.mark.slow
 def test_another_key_gets_a_place_and_no_output_changes(tmp_path: Path) -> None:
     base = make_checkpoint("LlamaForCausalLM", tmp_path / "base", max_position_embeddings=2048)
     modules = ",".join(f"a{seed}={write_adapter(base, tmp_path / f'a{seed}', seed)}" for seed in range(3))
