@@ -154,6 +154,8 @@ def test_sleeps_release_memory_and_change_no_token(server: RunningServer, fresh:
     plain = continue_in(fresh[0], PROMPTS, [NUM_TOKENS] * NUM_STREAMS)
     for level, path in ((1, "/sleep?level=1&mode=keep"), (2, "/sleep?level=2&mode=keep")):
         memory: list[float] = []
+        prompts = [[5 + (number + place) % 90 for place in range(200)] for number in range(60)]  # their pages stay in the prefix cache
+        assert server.post("/generate", {"input_ids": prompts, "sampling_params": params_of(1)}).status_code == 200
 
         async def act(client: httpx.AsyncClient, level: int = level, path: str = path, memory: list[float] = memory) -> None:
             memory.append(engine_memory(server))
