@@ -111,8 +111,7 @@ class CanonicalWeight:
         return replace(self, **tensors)
 
     def numbers(self) -> torch.Tensor:
-        """What `quantized` stands for, before scales and zero points: float32 [..., outputs,
-        columns]."""
+        """`quantized` without scales and zero points: float32 [..., outputs, columns]."""
         quantized = self.quantized
         if self.scheme.quant_type not in NIBBLES:
             return quantized.float()

@@ -148,8 +148,7 @@ class Speculation(Protocol):
         """The most tokens that may be accepted of a draft of so many: of a tree one branch."""
 
     def fill_rows(self, slots: np.ndarray, drafts: Drafts) -> np.ndarray:
-        """The token ids of rows with drafts, int32: of each its last committed token, then its
-        draft."""
+        """The token ids of rows with drafts, int32: the last committed token, then the draft."""
 
     def observe(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
         """New output tokens of slots: int32 [n, width], of which `counts` [n] are valid."""

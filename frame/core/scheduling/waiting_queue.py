@@ -88,8 +88,10 @@ class TenantQueue:
         return any(self._sequences)
 
     def __iter__(self) -> Iterator[Request]:
-        for turn in zip_longest(self._sequences[self._next].values(), self._sequences[1 - self._next].values()):
-            yield from filter(None, turn)
+        some, others = (self._sequences[number].values() for number in (self._next, 1 - self._next))
+        if not (some and others):
+            return iter(some or others)
+        return (request for turn in zip_longest(some, others) for request in turn if request is not None)
 
     def push(self, request: Request) -> None:
         self._sequences[request.is_further].setdefault(request.rid, request)
