@@ -51,13 +51,15 @@ class HandoffError(Exception):
 
 class StreamStart(msgspec.Struct, frozen=True, array_like=True):
     """What is decided before the first token. rid: the request's name. created: Unix seconds.
-    seeds: of each sequence. digest: of the prompts' token ids and adapters."""
+    seeds: of each sequence. digest: of the prompts' token ids and adapters. fingerprint: OpenAI's
+    `system_fingerprint`; "": the response has none."""
 
     rid: str
     created: float
     seeds: list[int]
     digest: bytes
     weight_version: str
+    fingerprint: str = ""
 
 
 class Write(msgspec.Struct, frozen=True, array_like=True):

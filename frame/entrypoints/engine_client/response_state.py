@@ -166,6 +166,7 @@ class RequestState:
     num_unfinished: int = 0  # sequences without a finish
     submitted: float = field(default_factory=time.perf_counter)
     created_at: float = field(default_factory=time.time)  # Unix seconds, as responses show it; of the server that began it
+    fingerprint: str = ""  # OpenAI's system_fingerprint, of the server that began it; "": not known yet
     created: float = field(init=False)  # arrival of the request, where it was parsed and tokenized before the submission
     is_disconnected: bool = False
     is_answered: bool = False  # a part of the response was sent

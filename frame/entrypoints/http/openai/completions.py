@@ -66,6 +66,7 @@ class Response(ABC):
         self.request = request
         self.state = state
         self._states: dict[int, list[float]] = {}  # by index of the sequence
+        state.fingerprint = state.fingerprint or services.fingerprint
         options = request.stream_options
         self.has_usage = bool(request.stream and options and options.include_usage)
         self.has_running_usage = bool(self.has_usage and options and options.continuous_usage_stats)
@@ -74,7 +75,7 @@ class Response(ABC):
             "object": "chat.completion.chunk" if request.stream and kind == "chat.completion" else kind,
             "created": int(state.created_at),
             "model": services.response_model(request.model),
-            "system_fingerprint": services.fingerprint,
+            "system_fingerprint": state.fingerprint,
             "service_tier": "default",
         }
 

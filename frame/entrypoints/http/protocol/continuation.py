@@ -215,7 +215,7 @@ async def restore_state(state: RequestState, handoff: Handoff, weight_version: C
     if start.digest != await digest_prompts(state):
         sentence = "this server has other token ids for the prompt, or another version of the adapter, than the one that began the stream"
         raise ApiError(409, sentence, code="handoff_refused")
-    state.created_at = start.created
+    state.created_at, state.fingerprint = start.created, start.fingerprint
     for sequence, seed in zip(sequences, start.seeds, strict=True):
         sequence.params = msgspec.structs.replace(sequence.params, seed=seed)
         sequence.recovery.engine_rid = f"{sequence.rid}~{secrets.token_hex(4)}"  # the stream may have been here before
@@ -330,7 +330,8 @@ class StreamRecorder:
         seeds = [sequence.params.seed or 0 for sequence in state.sequences]
         for sequence in state.sequences:
             self._versions[sequence.index] = sequence.weight_version
-        start = StreamStart(state.rid, state.created_at, seeds, await digest_prompts(state), state.sequences[0].weight_version)
+        version, digest = state.sequences[0].weight_version, await digest_prompts(state)
+        start = StreamStart(state.rid, state.created_at, seeds, digest, version, state.fingerprint)
         self._start = fleet.frame(fleet.START, _encode(start)) + (fleet.frame(fleet.DRAINING) if self._fleet.is_draining else b"")
         self._fleet.recorders.add(self)
         return {**message, "headers": [*message["headers"], (fleet.HEADER, b"%d" % fleet.VERSION)]}

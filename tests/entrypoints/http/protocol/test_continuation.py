@@ -119,6 +119,18 @@ async def test_a_stream_continues_from_each_of_its_events(number: int) -> None:
 
 
 @pytest.mark.usefixtures("_paced")
+async def test_a_continued_stream_keeps_its_fingerprint() -> None:
+    stream = next(each for each in make_streams(15, 24) if each.path == "/v1/chat/completions")
+    async with member() as first, member(sections={"scheduler": {"max_queued_requests": 77}}) as second:
+        assert first.services.fingerprint != second.services.fingerprint
+        frames = await read_frames(first, stream)
+        rest = list(FrameReader().feed((await move(second, stream, seal(second, frames[:5]))).body))
+        for events in (events_of(frames[:5]), events_of(rest)):
+            assert first.services.fingerprint.encode() in events
+            assert second.services.fingerprint.encode() not in events
+
+
+@pytest.mark.usefixtures("_paced")
 async def test_a_continued_stream_moves_again() -> None:
     stream = make_streams(15, 40)[2]
     async with member() as first, member() as second, member() as third:
