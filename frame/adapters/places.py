@@ -19,7 +19,7 @@ from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
 
 MAX_IN_PASS = 32  # requests of one adapter that a pass over the waiting requests sees
-MAX_ABSENT = 2  # of one adapter that has no place
+MAX_ABSENT = 8  # of one adapter that has no place
 ABSENT_SHARE = 4  # at most one of so many requests of a pass has an adapter without a place
 SCANNED = 8  # times as many requests are looked at to find those
 WHOLE_PASSES = 16  # one of so many passes looks at all requests
