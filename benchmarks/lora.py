@@ -200,10 +200,11 @@ def main() -> None:
         run_engine(options)
         return
     report: dict[str, Any] = {"arguments": {key: str(value) for key, value in vars(options).items() if key not in ("out", "run")}}
+    report["arguments"]["model"] = options.model.name
     for name in ("on",) if options.rotate or options.invoke else ("off", "on"):
         done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--run", name], stdout=subprocess.PIPE, text=True, check=True)
         report[name] = json.loads(done.stdout.splitlines()[-1])
-    if len(report) > 2:
+    if "off" in report:
         base = report["off"]["base"]
         report["ratio"] = {kind: {key: round(report["on"][kind][key] / base[key], 3) for key in base} for kind in ("base", "one", "many")}
     text = json.dumps(report, indent=1)

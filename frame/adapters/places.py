@@ -173,8 +173,7 @@ class AdapterPlaces:
     def choose_victims(self, first: Request, eligible: Sequence[Request]) -> list[Request]:
         """See `RequestAdapters.choose_victims`. The place with the fewest requests is emptied."""
         pages = self._versions.by_digest[first.adapter].num_pages
-        idle = [place for place in self._places if not place.num_running and place.used_at <= self._now]
-        available = len(self._free_pages) + sum(len(place.pages) for place in idle)
+        idle, available = self._find_idle()
         if idle and available >= pages:
             return []
         by_place: dict[int, list[Request]] = {}
@@ -210,8 +209,7 @@ class AdapterPlaces:
         """Copy an adapter to a place; None: there is none, or there are too few pages, even without
         the adapters that no request uses."""
         version = self._versions.by_digest[digest]
-        idle = [number for number, place in enumerate(self._places) if not place.num_running and place.used_at <= self._now]
-        available = len(self._free_pages) + sum(len(self._places[number].pages) for number in idle)
+        idle, available = self._find_idle()
         if not idle or available < version.num_pages:
             return None
         idle.sort(key=lambda number: self._places[number].used_at)
@@ -228,6 +226,11 @@ class AdapterPlaces:
         self._loads.append(AdapterLoad(number, digest, place.pages))
         self._num_copies += 1
         return number
+
+    def _find_idle(self) -> tuple[list[int], int]:
+        """The places that no request uses or was promised; the pages that are free without them."""
+        idle = [number for number, place in enumerate(self._places) if not place.num_running and place.used_at <= self._now]
+        return idle, len(self._free_pages) + sum(len(self._places[number].pages) for number in idle)
 
     def _close_place(self) -> None:
         """Let the place whose adapter is there longest run empty: the requests after this one in

@@ -34,7 +34,7 @@ class SleepingRunner(WrappedRunner):
         super().__init__(runner)
         self._platform = platform
         self._tensors = tensors
-        platform.prepare_release("weights", sum(tensor.nbytes for tensor in _list_whole(tensors["weights"]())))
+        platform.prepare_release(sum(tensor.nbytes for tensor in _list_whole(tensors["weights"]())))
 
     def change_memory(self, order: MemoryOrder, beat: Callable[[], object]) -> str:
         began = time.perf_counter()

@@ -264,7 +264,7 @@ class SupportsSleep(ABC):
         """In a with block, what this thread allocates on the device can be released by `tag`."""
         return contextlib.nullcontext()
 
-    def prepare_release(self, tag: str, num_bytes: int) -> None:
+    def prepare_release(self, num_bytes: int) -> None:
         """The first `release_tag` that keeps values has so many bytes: preparations may begin."""
 
     @abstractmethod

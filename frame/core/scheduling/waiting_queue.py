@@ -77,12 +77,12 @@ class TenantUsage:
 
 
 class TenantQueue:
-    """Waiting requests of one tenant and priority, by rid. Sequences take turns with the further
-    ones of requests with several, so that one request with many does not delay later requests."""
+    """Waiting requests of one tenant and priority, by rid. Of a request with several sequences, all
+    but the first take turns with other requests, so that many of them do not delay later ones."""
 
     def __init__(self) -> None:
         self._sequences: tuple[OrderedDict[str, Request], ...] = (OrderedDict(), OrderedDict())  # the second: further ones
-        self._next = 0
+        self._next = 0  # whose turn it is: an index of `_sequences`
 
     def __bool__(self) -> bool:
         return any(self._sequences)

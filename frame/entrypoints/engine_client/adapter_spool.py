@@ -257,7 +257,7 @@ def check_header(path: Path) -> None:
 def _check_size(size: int) -> None:
     """Raise AdapterError for a file that host memory, which holds its tensors, cannot take."""
     if size > (available := measure_host_memory()[1]):
-        raise AdapterError(f"{TENSORS} has {size:,} bytes, and {available:,} bytes of host memory are available")
+        raise AdapterError(f"{TENSORS} has {size:,} bytes, and {available:,} bytes of host memory are available; free some")
 
 
 def _run(program: str, *paths: Path) -> subprocess.CompletedProcess[str]:

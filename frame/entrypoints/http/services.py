@@ -229,8 +229,8 @@ class Services:
 
     def check_awake(self) -> None:
         """Raise ApiError 503 for a request that would wait for an operator's command, where the
-        settings refuse it; always without weights."""
+        settings refuse it; always after a wake without weights."""
         commands = self.client.commands
         refuses = self.resolved.user.execution.sleep == "refuse" or (commands.lacks_weights and "weights" not in commands.released)
-        if refuses and (problem := self.client.commands.sleep_problem) is not None:
+        if refuses and (problem := commands.sleep_problem) is not None:
             raise ApiError(503, problem, retry_after=RETRY_AFTER)

@@ -70,7 +70,7 @@ class CudaPlatform(Platform, SupportsStreams, SupportsPinning, SupportsGraphs, S
             self._marks.setdefault(tag, torch.empty(1, dtype=torch.uint8, device=self._device))
             yield
 
-    def prepare_release(self, tag: str, num_bytes: int) -> None:
+    def prepare_release(self, num_bytes: int) -> None:
         self._copy.prepare(num_bytes)
 
     def release_tag(self, tag: str, tensors: Sequence[torch.Tensor], *, keeps_values: bool) -> int:

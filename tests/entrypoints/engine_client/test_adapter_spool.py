@@ -159,7 +159,8 @@ def test_a_file_that_memory_cannot_take_is_not_copied(spool: AdapterSpool, tmp_p
         spool.copy_folder(str(folder))
 
 
-def test_the_end_of_the_server_ends_a_copy(spool: AdapterSpool, tmp_path: Path) -> None:
+def test_the_end_of_the_server_ends_a_copy(spool: AdapterSpool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_spool, "measure_host_memory", lambda: (1 << 40, 1 << 40))
     folder = make_adapter(tmp_path / "a")
     os.truncate(folder / "adapter_model.safetensors", 6 << 30)
     timer = threading.Timer(0.3, spool.close)
