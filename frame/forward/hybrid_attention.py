@@ -35,11 +35,16 @@ _BACKGROUND_NICENESS = 10  # of the compiler, so that it does not slow down serv
 
 
 @dataclass(frozen=True, slots=True)
-class SplitBatch:
+class PlannedBatch:
     """Rows of a step, as a batch with the plan of the backend that computes them."""
 
     backend: AttentionBackend
     batch: ForwardBatch
+
+    def bind(self, batch: ForwardBatch) -> ForwardBatch:
+        """The planned batch of all rows of `batch`, whose host view a capture changes after the
+        plan (`bound_lengths`)."""
+        return self.batch if batch.host is self.batch.host else replace(self.batch, host=batch.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +52,9 @@ class SplitPlan:
     """The decodes and the extends of a step; None where a step has none. `whole`: all rows, if one
     backend computes them."""
 
-    decodes: SplitBatch | None = None
-    extends: SplitBatch | None = None
-    whole: SplitBatch | None = None
+    decodes: PlannedBatch | None = None
+    extends: PlannedBatch | None = None
+    whole: PlannedBatch | None = None
 
 
 class BackgroundPreparation:
@@ -180,7 +185,7 @@ class HybridAttention(AttentionBackend):
 
     def capture_plan(self, batch: ForwardBatch) -> SplitPlan:
         backend = self._stand_in or self._decodes
-        return SplitPlan(whole=SplitBatch(backend, replace(batch, plan=backend.capture_plan(batch))))
+        return SplitPlan(whole=PlannedBatch(backend, replace(batch, plan=backend.capture_plan(batch))))
 
     def replay_plan(self, plan: SplitPlan, batch: ForwardBatch) -> None:
         if plan.whole is not None:  # the backend that was captured, even after a switch
@@ -202,8 +207,8 @@ def _can_stand_in(other: AttentionBackend, backend: AttentionBackend) -> bool:
     return not can.compiles_at_start and {"extend", "decode"} <= set(can.phases) and has_graphs
 
 
-def _planned(backend: AttentionBackend, batch: ForwardBatch) -> SplitBatch:
-    return SplitBatch(backend, replace(batch, plan=backend.plan(batch)))
+def _planned(backend: AttentionBackend, batch: ForwardBatch) -> PlannedBatch:
+    return PlannedBatch(backend, replace(batch, plan=backend.plan(batch)))
 
 
 def _run_parts(
@@ -218,7 +223,7 @@ def _run_parts(
     if plan.decodes is None or plan.extends is None:
         split = plan.whole or plan.decodes or plan.extends
         assert split is not None  # a step has rows
-        return select(split.backend)(layer, *tensors, split.batch)
+        return select(split.backend)(layer, *tensors, split.bind(batch))
     first = batch.num_decodes
     decoded = select(plan.decodes.backend)(layer, *[each[:first] for each in tensors], plan.decodes.batch)
     extended = select(plan.extends.backend)(layer, *[each[first:] for each in tensors], plan.extends.batch)
@@ -273,14 +278,6 @@ def _slice_batch(batch: ForwardBatch, rows: slice, tokens: slice, query_starts: 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """The backend of a group, and the step's batch with its plan."""
-
-    backend: AttentionBackend
-    batch: ForwardBatch
-
-
 class GroupAttention(AttentionBackend):
     """Calls the backend of the batch's group (`ForwardBatch.group`), which is built at its first
     plan. A step of a model with windows has a page table for each group, and backends keep buffers
@@ -298,26 +295,26 @@ class GroupAttention(AttentionBackend):
         self._layers = layers
         self._backends[0].prepare(layers, on_compile)
 
-    def plan(self, batch: ForwardBatch) -> GroupPlan:
+    def plan(self, batch: ForwardBatch) -> PlannedBatch:
         backend = self._get_backend(batch.group)
-        return GroupPlan(backend, replace(batch, plan=backend.plan(batch)))
+        return PlannedBatch(backend, replace(batch, plan=backend.plan(batch)))
 
-    def capture_plan(self, batch: ForwardBatch) -> GroupPlan:
+    def capture_plan(self, batch: ForwardBatch) -> PlannedBatch:
         backend = self._get_backend(batch.group)
-        return GroupPlan(backend, replace(batch, plan=backend.capture_plan(batch)))
+        return PlannedBatch(backend, replace(batch, plan=backend.capture_plan(batch)))
 
-    def replay_plan(self, plan: GroupPlan, batch: ForwardBatch) -> None:
+    def replay_plan(self, plan: PlannedBatch, batch: ForwardBatch) -> None:
         plan.backend.replay_plan(plan.batch.plan, batch)
 
     def run(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        plan: GroupPlan = batch.plan
-        return plan.backend.run(spec, q, k, v, plan.batch)
+        plan: PlannedBatch = batch.plan
+        return plan.backend.run(spec, q, k, v, plan.bind(batch))
 
     def run_mla(
         self, layer: LatentProjections, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        plan: GroupPlan = batch.plan
-        return plan.backend.run_mla(layer, q_nope, q_rope, latent, plan.batch)
+        plan: PlannedBatch = batch.plan
+        return plan.backend.run_mla(layer, q_nope, q_rope, latent, plan.bind(batch))
 
     def _get_backend(self, group: int) -> AttentionBackend:
         backend = self._backends.get(group)

@@ -370,9 +370,16 @@ def _first_rows(outputs: DecodeOutputs, rows: int) -> DecodeOutputs:
 
 
 def bound_lengths(batch: ForwardBatch) -> ForwardBatch:
-    """A batch for capture whose host view has the maximum lengths of rows in a replay."""
+    """A batch for capture whose host view has the maximum lengths of rows in a replay, and the
+    views of its cache groups too (but those of encoder blocks, which have lengths of their own)."""
     max_length = np.full_like(batch.host.seq_lens, batch.page_table.shape[1] * batch.kv.page_size)
-    return replace(batch, host=replace(batch.host, seq_lens=max_length))
+
+    def bound(view: ForwardBatch) -> ForwardBatch:
+        return replace(view, host=replace(view.host, seq_lens=max_length)) if view.seq_lens is batch.seq_lens else view
+
+    bounded = {id(view): bound(view) for view in (batch.views or {}).values()}
+    views = None if batch.views is None else {layer: bounded[id(view)] for layer, view in batch.views.items()}
+    return replace(bound(batch), views=views)
 
 
 def create_graph_pool(platform: Platform) -> object | None:

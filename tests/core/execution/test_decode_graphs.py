@@ -5,6 +5,7 @@ tests/gpu/test_graphs.py captures it."""
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -275,6 +276,33 @@ def test_selected_keys_depend_on_the_lengths_of_the_replay(architecture, tmp_pat
         outputs.append(loop.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)))
     assert outputs[0] == outputs[1]
     assert len(steps) >= 11
+
+
+class RecordingAttention(CapturableAttention):
+    """Keeps the longest row that the host knows of, by window."""
+
+    recorded: ClassVar[set[tuple[int | None, int]]] = set()
+
+    def run(self, spec, q, k, v, batch):
+        self.recorded.add((spec.sliding_window, int(batch.host.seq_lens.max())))
+        return super().run(spec, q, k, v, batch)
+
+
+def test_captured_windows_know_the_longest_rows_of_a_replay(tmp_path):
+    """By which kernels divide keys among programs."""
+    config = {
+        "model": {"path": str(make_checkpoint("Gemma3ForCausalLM", tmp_path)), "dtype": "float32"},
+        "cache": {"max_total_tokens": 512},
+        "attention": {"backend": "capturable"},
+        "execution": {"device": "cpu", "threads": 1},
+    }
+    prepared = prepare(FrameConfig.model_validate(config), classes=[RecordingAttention])
+    runner = build_rank(prepared.resolved, prepared.registry)
+    RecordingAttention.recorded.clear()
+    runner.capture_decode_graphs(2)
+    windows, lengths = zip(*RecordingAttention.recorded, strict=True)
+    assert len(set(windows)) == 2, "layers with a window and without"
+    assert len(set(lengths)) == 1 and lengths[0] >= prepared.resolved.max_context
 
 
 class LendingPlatform(FakePlatform):
