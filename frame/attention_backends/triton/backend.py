@@ -51,7 +51,7 @@ class TritonBackend(AttentionBackend):
         self._decodes = DecodeLauncher(device, device_limits, limits.max_decodes, shares, 1 + limits.max_drafted if shares else 1)
         self._extends = ExtendLauncher(device, device_limits)
         self._dequantizer = Dequantizer(device)
-        self._splits = SplitLauncher(device, device_limits, limits) if context.deterministic else None
+        self._splits = SplitLauncher(device, device_limits) if context.deterministic else None
 
     def plan(self, batch: ForwardBatch) -> StepPlan:
         self._share(batch)

@@ -27,6 +27,7 @@ CASES = {
     "mha-mixed": Case(MIXED, head_dim=64, v_head_dim=64),
     "mha-decodes": Case(DECODES, heads=7, kv_heads=1, head_dim=64, v_head_dim=64),
     "mha-window": Case(MIXED, window=33, sinks=True, head_dim=64, v_head_dim=64),
+    "mha-window-long": Case(Rows.of([300], [(200, 40), (120, 30)]), window=70, heads=2, kv_heads=1, head_dim=64, v_head_dim=64),
     "mha-long": Case(Rows.of([2600, 5], [(2300, 9), (0, 21)]), heads=2, kv_heads=1, head_dim=64, v_head_dim=64),
     "mla-mixed": Case(MIXED, **LATENT),
     "mla-selected-keys": Case(MIXED, selected=40, **LATENT),
