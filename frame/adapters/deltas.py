@@ -66,6 +66,11 @@ class DeltaOperations(Protocol):
         belongs to pages that the adapter does not have, and to rows without one, is undefined."""
         ...
 
+    def look_up(self, ids: torch.Tensor, layer: LayerPages, plan: RowPlan) -> torch.Tensor:
+        """As `shrink`, of rows that are 1 at the input `ids[row]` and 0 elsewhere, of a layer with
+        one part. ids int64 [rows]; those that are no input give zeros."""
+        ...
+
     def expand(self, out: torch.Tensor, shrunk: torch.Tensor, layer: LayerPages, plan: RowPlan, bias: torch.Tensor | None = None) -> None:
         """For each row with an adapter that changes the layer, in place: out = (out - bias + shrunk
         times `b`) * scale + bias, where the scale is 1 without `has_scale`. out [rows, outputs],
@@ -121,6 +126,12 @@ class TorchDeltas:
             a = a.transpose(0, 1).flatten(1, 2)  # [parts, ranks, inputs]
             out[rows, :, : a.shape[1]] = torch.einsum("ni,pri->npr", x[rows], a)
         return out
+
+    def look_up(self, ids: torch.Tensor, layer: LayerPages, plan: RowPlan) -> torch.Tensor:
+        is_local = (ids >= 0) & (ids < layer.a.shape[-1])
+        pages = plan.place_pages.index_select(0, plan.places.clamp_min(0)).long()  # [rows, pages]
+        columns = layer.a[pages, 0, :, ids.masked_fill(~is_local, 0).unsqueeze(1)]  # [rows, pages, PAGE_RANKS]
+        return columns.flatten(1).mul_(is_local.unsqueeze(1)).unsqueeze(1)
 
     def expand(self, out: torch.Tensor, shrunk: torch.Tensor, layer: LayerPages, plan: RowPlan, bias: torch.Tensor | None = None) -> None:
         for place, expert, rows in list_groups(layer, plan):

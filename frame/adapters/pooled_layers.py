@@ -164,10 +164,7 @@ class PooledLayer:
         """See `LayerDelta.look_up`."""
         plan = self.rows.select_plan(0)
         self._is_beside = False
-        is_local = (ids >= 0) & (ids < self.inputs.size)
-        pages = plan.place_pages.index_select(0, plan.places.clamp_min(0)).long()  # [rows, pages]
-        columns = self.allocated.a[pages, 0, :, ids.masked_fill(~is_local, 0).unsqueeze(1)]  # [rows, pages, PAGE_RANKS]
-        return columns.flatten(1).mul_(is_local.unsqueeze(1)).unsqueeze(1)
+        return self.rows.operations.look_up(ids, self.allocated, plan)
 
     def expand(self, out: torch.Tensor, shrunk: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         plan = self.rows.select_plan(self.num_experts)

@@ -15,7 +15,7 @@ from frame import kernels
 from frame.adapters.deltas import LayerPages, RowPlan
 from frame.core.interfaces.adapter_layers import SortedPairs
 from frame.interfaces.adapter import PAGE_RANKS
-from frame.kernels.lora.products import ProductSizes, Tiles, choose_sizes, expand, list_blocks, shrink
+from frame.kernels.lora.products import ProductSizes, Tiles, choose_sizes, expand, list_blocks, look_up, shrink
 from frame.kernels.lora.row_tiles import choose_block, group_rows
 from frame.kernels.moe.expert_deltas import shrink_sorted
 
@@ -61,6 +61,9 @@ class TiledDeltas:
         tiles = _get_tiles(plan)
         sizes = self._choose_sizes(tiles, layer, plan.place_pages)
         return shrink(x, layer.a, layer.num_parts, tiles, layer.counts, plan.place_pages, sizes)
+
+    def look_up(self, ids: torch.Tensor, layer: LayerPages, plan: RowPlan) -> torch.Tensor:
+        return look_up(ids, layer.a, plan.places, layer.counts, plan.place_pages)
 
     def expand(self, out: torch.Tensor, shrunk: torch.Tensor, layer: LayerPages, plan: RowPlan, bias: torch.Tensor | None = None) -> None:
         self._expand(out, shrunk, layer, plan, bias)

@@ -170,6 +170,28 @@ def test_tiles_of_64_rows(experts: int, dtype: torch.dtype, monkeypatch: pytest.
     Case(splits=(24, 8, 20) if not experts else (24,), experts=experts, places=draw_places(90, 4), scaled=(1,), dtype=dtype).check(True)
 
 
+@pytest.mark.parametrize("splits", [(200, 40, 70), *[(128256,)] * ON_GPU], ids=str)
+@pytest.mark.parametrize("rows", [1, 20])
+def test_programs_of_several_blocks(rows: int, splits: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an LM head."""
+    monkeypatch.setattr("frame.kernels.lora.products._MAX_BLOCKS", 2)
+    monkeypatch.setattr("frame.kernels.lora.products._PROGRAMS", 2 * rows)
+    Case(splits=splits, places=draw_places(rows, 4), scaled=(1,)).check(True)
+
+
+@each_type
+def test_columns_of_embeddings(dtype: torch.dtype) -> None:
+    """Also of ids of other ranks."""
+    case = Case(splits=(24,), places=draw_places(30, 4), dtype=dtype)
+    plan, ids = case.make_plan(), torch.randint(-3, case.inputs + 3, (30,), device=DEVICE)
+    got = TritonDeltas().look_up(ids, case.layer, plan)
+    expected = TorchDeltas().look_up(ids, case.layer, plan)
+    for row, place in enumerate(case.places):
+        ranks = PAGE_RANKS * case.counts[place] * (place >= 0)
+        is_foreign = not 0 <= ids[row] < case.inputs
+        assert torch.equal(got[row, :, :ranks], torch.zeros_like(got[row, :, :ranks]) if is_foreign else expected[row, :, :ranks])
+
+
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("place", [-1, 2, 3])
 def test_rows_of_one_adapter(place: int, rows: int) -> None:

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
 """The two products of low-rank deltas for tiles of rows of one adapter and expert: `shrink` (rows
-times `a`) and `expand` (that times `b`, added to a layer's outputs in place).
+times `a`, of embeddings `look_up`) and `expand` (that times `b`, added to a layer's outputs in
+place).
 
 Tiles of one row use the CUDA cores, larger ones the tensor cores. What a tile reads is found on the
 device, from tables that a CUDA graph reads again at each replay. Both kernels take several pages at
@@ -23,6 +24,8 @@ from frame.kernels.launch import ceil_div, launch_dependents, launch_options, ne
 from frame.kernels.lora.row_tiles import COUNTERS
 
 _PAGES = 4  # at a time
+_MAX_BLOCKS = 128  # of outputs, each with its programs; of more (LM heads), programs compute several
+_PROGRAMS = 1024  # of the tiles of such a layer, about: most adapters leave it alone
 _LARGE_SHARED_MEMORY = 200 << 10  # bytes: room for three loads of 64 rows and 64 columns, each 512 bytes
 
 
@@ -112,14 +115,14 @@ def list_blocks(splits: tuple[int, ...], outputs: int) -> tuple[list[tuple[int, 
 @triton.jit
 def _find_tile(tile, keys, rows, num_experts, BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, TOP: tl.constexpr):
     """-> (place or -1, expert, rows [BLOCK])."""
-    place = tl.load(keys + tile // TOP)
+    place = tl.load(keys + tile // TOP, eviction_policy="evict_last")
     expert = 0
     if BLOCK == 1:
         row = tile + tl.arange(0, 1)
         if HAS_EXPERTS:
             expert = tl.load(rows + tile).to(tl.int32)
     else:
-        row = tl.load(rows + tile * BLOCK + tl.arange(0, BLOCK))
+        row = tl.load(rows + tile * BLOCK + tl.arange(0, BLOCK), eviction_policy="evict_last")
         if HAS_EXPERTS:
             expert = place % num_experts
             place = tl.where(place < 0, -1, place // num_experts)
@@ -150,8 +153,8 @@ def _shrink_kernel(
     column = tl.arange(0, COLUMNS)
     part = tl.program_id(0) % blocks * PARTS + column // 16 // PAGES
     number = first_page + column // 16 % PAGES
-    page = tl.load(place_pages + place * max_pages + number, mask=number < max_pages, other=0).to(tl.int64)
-    count = tl.load(counts + place)
+    page = tl.load(place_pages + place * max_pages + number, mask=number < max_pages, other=0, eviction_policy="evict_last").to(tl.int64)
+    count = tl.load(counts + place, eviction_policy="evict_last")
     if first_page >= count:
         return
     is_column = (part < parts) & (number < count)
@@ -275,17 +278,27 @@ def _add_delta(result, total, column, inside, scales, bias, is_scaled, HAS_BIAS:
     return total.to(result.dtype)
 
 
+@triton.jit
+def _load_block(blocks, index, UNIT: tl.constexpr):
+    """(first output, end of its part, part) of a block."""
+    block = blocks + 3 * index
+    return tl.load(block) * UNIT, tl.load(block + 1) * UNIT, tl.load(block + 2)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
     product, shrunk, b, keys, rows, counts, place_pages, blocks, scales, has_scale, bias, out,
     num_rows, outputs, half, parts, num_experts, max_pages, product_stride, out_stride, b_stride,
+    num_blocks,
     SPLITS: tl.constexpr, PAGES: tl.constexpr, OUTPUTS: tl.constexpr, UNIT: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
+    IS_LOOPED: tl.constexpr,
     BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, TOP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of OUTPUTS, tiles). IS_GATED: outputs of the gate, each with the one `half`
-    after it, also of rows without an adapter."""
-    block = blocks + 3 * tl.program_id(0)
-    first, end, part = tl.load(block) * UNIT, tl.load(block + 1) * UNIT, tl.load(block + 2)
+    """Grid: (programs that take turns at the blocks of OUTPUTS, tiles); IS_LOOPED: fewer programs
+    than blocks. IS_GATED: outputs of the gate, each with the one `half` after it, also of rows
+    without an adapter."""
+    program = tl.program_id(0)
+    first, end, part = _load_block(blocks, program, UNIT)
     launch_dependents(PDL)
     wait_for_previous(PDL)
     tile = tl.program_id(1)
@@ -299,50 +312,56 @@ def _expand_kernel(
     has_place = place >= 0
     page_numbers = place_pages + place * max_pages
     number = tl.arange(0, PAGES)
-    page = tl.load(page_numbers + number, mask=number < tl.where(has_place, max_pages, 0), other=0)
-    count = tl.load(counts + place, mask=has_place, other=0)
-    is_scaled = tl.load(has_scale + place, mask=has_place, other=0) != 0
-    RANKS: tl.constexpr = PAGES * 16
-    column, rank = first + tl.arange(0, OUTPUTS), tl.arange(0, RANKS)
-    is_row, is_column = (row < num_rows)[:, None], column < end
-    row = row.to(tl.int64)
-    inside = is_row & is_column[None, :]
-    result_tile = product + row[:, None] * product_stride + column[None, :]
-    result = tl.load(result_tile, mask=inside, other=0.0)  # before what depends on the page
-    if IS_GATED:
-        up = tl.load(result_tile + half, mask=inside, other=0.0)
-    elif count == 0:
-        return
+    first_page = tl.load(page_numbers + number, mask=number < tl.where(has_place, max_pages, 0), other=0, eviction_policy="evict_last")
+    count = tl.load(counts + place, mask=has_place, other=0, eviction_policy="evict_last")
+    is_scaled = tl.load(has_scale + place, mask=has_place, other=0, eviction_policy="evict_last") != 0
+    if not IS_GATED:  # noqa: SIM102 - a constant
+        if count == 0:
+            return
     b += tl.cast(expert, tl.int64) * outputs * 16
-    inner_rows = shrunk + ((row * parts + part) * max_pages * 16)[:, None] + rank[None, :]
-    split_stride = tl.cast(num_rows, tl.int64) * parts * max_pages * 16
-    total = tl.zeros([BLOCK, OUTPUTS] if BLOCK >= 64 else [OUTPUTS, BLOCK], tl.float32)
-    up_total = total
-    for start in range(0, count, PAGES):
-        pages = b + page.to(tl.int64) * b_stride
-        has_rank = is_row
-        if PAGES > 1:
-            has_rank = is_row & (start * 16 + rank < count * 16)[None, :]
-        b_tile = load_b(pages, number, count - start, column, is_column, PAGES, OUTPUTS)
-        inner = sum_splits(inner_rows + start * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
-        if BLOCK >= 64:  # fewer registers
-            total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
-        if IS_GATED:
-            up_b_tile = load_b(pages, number, count - start, half + column, is_column, PAGES, OUTPUTS)
-            up_inner = sum_splits(inner_rows + (max_pages + start) * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
-        if BLOCK < 64:  # all loads before the first product
-            total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
-        if IS_GATED:
-            up_total = _multiply_b(up_b_tile, up_inner, up_total, BLOCK, UPCAST)
-        page = tl.load(page_numbers + start + PAGES + number, mask=start + PAGES + number < count, other=0)
     scales += tl.cast(place, tl.int64) * outputs
     is_scaled &= count > 0
-    result = _add_delta(result, total, column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK)
-    if IS_GATED:
-        up = _add_delta(up, up_total, half + column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK).to(tl.float32)
-        gate = result.to(tl.float32)
-        result = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row[:, None] * out_stride + column[None, :], result.to(out.dtype.element_ty), mask=inside)
+    is_row = (row < num_rows)[:, None]
+    row = row.to(tl.int64)
+    RANKS: tl.constexpr = PAGES * 16
+    rank = tl.arange(0, RANKS)
+    split_stride = tl.cast(num_rows, tl.int64) * parts * max_pages * 16
+    for index in range(program, num_blocks if IS_LOOPED else program + 1, tl.num_programs(0) if IS_LOOPED else 1):
+        page, column = first_page, first + tl.arange(0, OUTPUTS)
+        is_column = column < end
+        inside = is_row & is_column[None, :]
+        result_tile = product + row[:, None] * product_stride + column[None, :]
+        result = tl.load(result_tile, mask=inside, other=0.0)  # before what depends on the page
+        if IS_GATED:
+            up = tl.load(result_tile + half, mask=inside, other=0.0)
+        inner_rows = shrunk + ((row * parts + part) * max_pages * 16)[:, None] + rank[None, :]
+        total = tl.zeros([BLOCK, OUTPUTS] if BLOCK >= 64 else [OUTPUTS, BLOCK], tl.float32)
+        up_total = total
+        for start in range(0, count, PAGES):
+            pages = b + page.to(tl.int64) * b_stride
+            has_rank = is_row
+            if PAGES > 1:
+                has_rank = is_row & (start * 16 + rank < count * 16)[None, :]
+            b_tile = load_b(pages, number, count - start, column, is_column, PAGES, OUTPUTS)
+            inner = sum_splits(inner_rows + start * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
+            if BLOCK >= 64:  # fewer registers
+                total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
+            if IS_GATED:
+                up_b_tile = load_b(pages, number, count - start, half + column, is_column, PAGES, OUTPUTS)
+                up_inner = sum_splits(inner_rows + (max_pages + start) * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
+            if BLOCK < 64:  # all loads before the first product
+                total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
+            if IS_GATED:
+                up_total = _multiply_b(up_b_tile, up_inner, up_total, BLOCK, UPCAST)
+            page = tl.load(page_numbers + start + PAGES + number, mask=start + PAGES + number < count, other=0)
+        result = _add_delta(result, total, column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK)
+        if IS_GATED:
+            up = _add_delta(up, up_total, half + column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK).to(tl.float32)
+            gate = result.to(tl.float32)
+            result = gate / (1.0 + tl.exp(-gate)) * up
+        tl.store(out + row[:, None] * out_stride + column[None, :], result.to(out.dtype.element_ty), mask=inside)
+        if IS_LOOPED:
+            first, end, part = _load_block(blocks, tl.minimum(index + tl.num_programs(0), num_blocks - 1), UNIT)
 
 
 def expand(
@@ -358,11 +377,43 @@ def expand(
     half by `gated_outputs`."""
     table, unit = blocks
     target = out if gated is None else gated
-    _expand_kernel[(len(table), tiles.count)](
+    is_looped = len(table) > _MAX_BLOCKS
+    programs = min(len(table), max(1, _PROGRAMS // tiles.count)) if is_looped else len(table)
+    _expand_kernel[(programs, tiles.count)](
         out, shrunk, b, tiles.keys, tiles.rows, counts, place_pages, table, *scales, out if bias is None else bias, target,
         tiles.num_rows, out.shape[1], out.shape[1] // 2, shrunk.shape[2], max(1, tiles.num_experts), place_pages.shape[1],
-        out.stride(0), target.stride(0), b.stride(0),
+        out.stride(0), target.stride(0), b.stride(0), len(table),
         SPLITS=len(shrunk), PAGES=sizes.pages, OUTPUTS=sizes.outputs if gated is None else sizes.gated_outputs, UNIT=unit,
-        HAS_BIAS=bias is not None, IS_GATED=gated is not None,
+        HAS_BIAS=bias is not None, IS_GATED=gated is not None, IS_LOOPED=is_looped,
         **tiles.constants, **launch_options(out.device, sizes.expand_warps), num_stages=1, maxnreg=sizes.registers,
     )  # fmt: skip
+
+
+@triton.jit
+def _look_up_kernel(
+    ids, a, places, counts, place_pages, out, inputs, max_pages, a_stride, RANKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows,)."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    place, number = tl.load(places + row), tl.load(ids + row)
+    rank = tl.arange(0, RANKS)
+    is_local = (place >= 0) & (number >= 0) & (number < inputs)
+    count = tl.load(counts + tl.maximum(place, 0))
+    has_rank = rank < tl.where(is_local, count, 0) * 16
+    page = tl.load(place_pages + place * max_pages + rank // 16, mask=has_rank, other=0).to(tl.int64)
+    value = tl.load(a + page * a_stride + (rank % 16).to(tl.int64) * inputs + number, mask=has_rank, other=0.0)
+    tl.store(out + tl.cast(row, tl.int64) * max_pages * 16 + rank, value, mask=rank < max_pages * 16)
+
+
+def look_up(ids: torch.Tensor, a: torch.Tensor, places: torch.Tensor, counts: torch.Tensor, place_pages: torch.Tensor) -> torch.Tensor:
+    """-> [rows, 1, ranks]: column `ids[row]` of `a` of the row's place, 0 for ids that `a` does not
+    have. ids: int64 [rows]."""
+    inputs, max_pages = a.shape[-1], place_pages.shape[1]
+    out = a.new_empty(len(ids), 1, 16 * max_pages)
+    _look_up_kernel[(len(ids),)](
+        ids, a, places, counts, place_pages, out, inputs, max_pages, a.stride(0), RANKS=next_power_of_2(16 * max_pages),
+        **launch_options(a.device, 1),
+    )  # fmt: skip
+    return out
