@@ -45,6 +45,7 @@ class SessionPin(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tenant: str
     session: str  # unique within the tenant
     seconds: float
+    is_named: bool = True  # False: it ends where a longer prefix is kept for as long
 
 
 class Generate(Message, frozen=True):

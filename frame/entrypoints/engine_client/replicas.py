@@ -264,9 +264,11 @@ class ReplicaClient:
         missing = next((client for client in alive if client.unavailable_reason is not None), None)
         if missing is not None and action not in STATES:
             raise EngineDeadError(f"replica {self.clients.index(missing)}: {missing.unavailable_reason}")
-        names = [{"name": f"{arguments['name']}-replica{self.clients.index(client)}"} if "name" in arguments else {} for client in alive]
         send = _send_until_done if action in STATES else _send
-        calls = [send(client, action, {**arguments, **name}) for client, name in zip(alive, names, strict=True)]
+        numbers = [self.clients.index(client) for client in alive]
+        traces = action == "start_profile"  # each into a file of its own
+        each = [{**arguments, "name": f"{arguments['name']}-replica{number}"} if traces else arguments for number in numbers]
+        calls = [send(client, action, own) for client, own in zip(alive, each, strict=True)]
         replies = []
         for client, reply in zip(alive, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             where = f"replica {self.clients.index(client)}"

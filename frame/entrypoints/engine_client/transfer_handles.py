@@ -121,5 +121,8 @@ def _expect_blocks(handle: Mapping[str, Any], sequence: SequenceState, namespace
     recovery.transfer = KVTransfer(handle["remote_request_id"], host, port, len(handle["remote_block_ids"]))
     recovery.num_cached = sequence.cached = handle["cached_tokens"]
     sequence.params = msgspec.structs.replace(sequence.params, seed=handle["seed"])
-    if sequence.params.logprobs is None:
+    params = sequence.params
+    # A client may send the handle with other parameters: what limits tokens is applied to the first
+    # one here, which gives the same token where the parameters are the same.
+    if params.logprobs is None and params.grammar is None and not (params.logit_bias or params.bad_words_ids):
         recovery.first_ids = handle["first_token_ids"]

@@ -16,7 +16,7 @@ from frame.entrypoints.grpc.reading import MessageReader
 from frame.entrypoints.grpc.schema import SERVICE
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.failures import sent_as, too_many
-from frame.entrypoints.http.protocol.access import find_holder
+from frame.entrypoints.http.protocol.access import AdminGuard, find_holder
 from frame.entrypoints.http.request_starter import read_timeout_header
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.keys import KeyAccess
@@ -37,6 +37,7 @@ STATUS = {
 }
 MAX_METADATA = 128  # of a call
 NO_DEADLINE = 1e8  # seconds; grpc reports more than this for a call without a deadline
+OPERATORS = frozenset({"Abort", "ServerInfo"})  # whose methods ask for the admin key
 UNTRACED = frozenset({"ServerInfo"})  # polled by monitoring
 
 
@@ -103,23 +104,25 @@ class CallHandlers:
         num_keys = 1 if keys is None else keys.num_tenants
         self._services = services
         self._keys = keys
+        self._admin = AdminGuard(services.resolved.user.server, is_dedicated=False, has_keys=keys is not None)
         self._reader = reader
         self._calls = PlaceShares(services.resolved.user.server.max_connections, num_keys)
         self._sessions = PlaceShares(reader.max_sessions, num_keys)
 
     @asynccontextmanager
-    async def admit(self, context: Any, is_session: bool) -> AsyncIterator[KeyHolder | None]:
-        """The holder of a call's key, None without keys. The call holds a place meanwhile. Refused
-        calls, and those with an ApiError, end with a status."""
+    async def admit(self, context: Any, is_session: bool, is_operators: bool = False) -> AsyncIterator[KeyHolder | None]:
+        """The holder of a call's key, None without keys, and of an operator's method with the admin
+        key alone. The call holds a place meanwhile. Refused calls, and those with an ApiError, end
+        with a status."""
         failed: ApiError | None = None
-        holder = None
+        holder, headers = None, headers_of(context.invocation_metadata())
         if self._keys is not None:
             try:
-                holder = await find_holder(self._keys, headers_of(context.invocation_metadata()))
+                holder = await find_holder(self._keys, headers)
             except ApiError as error:
                 await abort(context, error)
         tenant = "" if holder is None else holder.tenant
-        if self._keys is not None and holder is None:
+        if self._keys is not None and holder is None and not (is_operators and self._admin.opens(headers)):
             await abort(context, ApiError(401, "the API key is missing or wrong; send the metadata authorization: Bearer KEY"))
             return  # abort has raised
         limits = [(self._calls, "server.max_connections calls are running; try again later")]
@@ -143,7 +146,7 @@ class CallHandlers:
         """A method with one request, of class `kind`, which counts in its key's quota."""
 
         async def handle(_: Any, context: Any) -> None:
-            async with self.admit(context, False) as holder:
+            async with self.admit(context, False, name in OPERATORS) as holder:
                 tenant = "" if holder is None else holder.tenant
                 with self._services.quotas.open_lease(tenant) as lease:
                     caller = GrpcCaller(context, holder, lease)

@@ -107,12 +107,12 @@ class Service:
     # generation -----------------------------------------------------------------------------------
 
     async def run_request(self, request: Any, caller: GrpcCaller, put: Callable[[Any], Awaitable[None]]) -> None:
-        """Put all replies of one request of a session; an error is its last reply."""
+        """Put all replies of one request of a session, which `caller` serves alone; an error is its
+        last reply."""
         try:
             with self._services.quotas.open_lease(caller.tenant) as lease:
-                sub_caller = copy(caller)
-                sub_caller.lease, sub_caller.state = lease, None
-                await run_call(self._services, sub_caller, "Generate", self._put_replies(request, sub_caller, put))
+                caller.lease = lease
+                await run_call(self._services, caller, "Generate", self._put_replies(request, caller, put))
         except QuotaExceededError as error:
             await put(self._error_reply(request.id, too_many(error)))
         except ApiError as error:
@@ -121,9 +121,9 @@ class Service:
     def _error_reply(self, name: str, error: ApiError) -> Any:
         return self.last_reply(name, Finish("error", None, error.message), status_of(error).name)
 
-    def last_reply(self, name: str, finish: Finish, status: str = "") -> Any:
-        """The last reply of a request whose sequences send none."""
-        return self._schema["GenerateReply"](id=name, finish=finish_of(self._schema, finish, status))
+    def last_reply(self, name: str, finish: Finish, status: str = "", index: int = 0) -> Any:
+        """The last reply of a sequence that sends none."""
+        return self._schema["GenerateReply"](id=name, index=index, finish=finish_of(self._schema, finish, status))
 
     async def _put_replies(self, request: Any, caller: GrpcCaller, put: Callable[[Any], Awaitable[None]]) -> None:
         if request.WhichOneof("prompt") is None:
@@ -229,12 +229,22 @@ class Session:
         await asyncio.sleep(0)  # start the task, so that a cancellation runs its `finally`
 
     async def _run(self, request: Any, held: ExitStack) -> None:
+        caller, finished = copy(self._caller), set()
+        caller.state = None
+
+        async def put(reply: Any) -> None:
+            await self.replies.put(reply)
+            if reply.HasField("finish"):
+                finished.add(reply.index)
+
         try:
-            await self._service.run_request(request, self._caller, self.replies.put)
+            await self._service.run_request(request, caller, put)
         except asyncio.CancelledError:
             if request.id not in self._stopped:
                 raise
-            await self.replies.put(self._service.last_reply(request.id, Finish("abort")))
+            for index in range(1 if caller.state is None else len(caller.state.sequences)):
+                if index not in finished:
+                    await self.replies.put(self._service.last_reply(request.id, Finish("abort"), index=index))
         finally:
             held.close()
             self._stopped.discard(request.id)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from frame.core.interfaces.cache import PrefixCacheContext, check_integrity
-from frame.core.kv_cache.prefix_pins import PrefixPins
+from frame.core.kv_cache.prefix_pins import MAX_CHECKED, PrefixPins
 from frame.core.messages import SessionPin
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.scheduler_rig import OldestFirst, SchedulerRig
@@ -43,8 +43,10 @@ class Pinned:
         inserted = self.cache.insert(keys, pages, namespace)
         self.num_held += len(pages) - inserted.num_cached // SIZE
 
-    def pin(self, tokens: list[int], session: str, tenant: str = "", seconds: float = 10.0, namespace: str = "") -> None:
-        self.pins.add_pin(SessionPin(tenant, session, seconds), np.array(tokens, np.int32), namespace)
+    def pin(
+        self, tokens: list[int], session: str, tenant: str = "", seconds: float = 10.0, namespace: str = "", *, is_named: bool = True
+    ) -> None:
+        self.pins.add_pin(SessionPin(tenant, session, seconds, is_named), np.array(tokens, np.int32), namespace)
 
     def evict(self, count: int) -> None:
         self.num_held -= len(self.cache.evict(count))
@@ -114,6 +116,38 @@ def test_a_tenant_has_a_quota() -> None:
     assert used.has(prefix(9), "b:")
 
 
+def test_a_conversation_without_a_name_counts_once() -> None:
+    """Its pins end with the next turn's. Not those that last longer, or of another branch."""
+    used = Pinned(max_pages=20)
+    used.insert([*prefix(1, 10), 5, 5])
+    used.insert([*prefix(1, 10), 7, 7])
+    for number, length in enumerate((4, 6, 6, 10)):
+        used.pin(prefix(1, length), f"{number}", is_named=False)
+        assert used.pins.describe_load() == {"pins": 1, "pinned_pages": length // SIZE}
+    used.pin([*prefix(1, 10), 5, 5], "branch", is_named=False, seconds=60.0)
+    used.pin([*prefix(1, 10), 7, 7], "named", seconds=1.0)
+    assert used.pins.describe_load() == {"pins": 2, "pinned_pages": 12}
+    used.pin([*prefix(1, 10), 5, 5], "short", is_named=False, seconds=1.0)
+    assert used.pins.describe_load()["pins"] == 3
+    used.clock.now = 1.0
+    used.pins.end_due()
+    assert used.pins.describe_load() == {"pins": 1, "pinned_pages": 6}
+    used.pins.end_all()
+    assert not used.pins._unnamed
+    check_integrity(used.cache)
+
+
+def test_a_pin_at_the_quota_looks_at_few_others() -> None:
+    used = Pinned(max_pages=5000)
+    checked = []
+    used.cache.is_pinned = lambda handle: checked.append(handle) or True  # type: ignore[method-assign, func-returns-value]
+    for number in range(2600):
+        used.insert(prefix(number))
+        used.pin(prefix(number), f"{number}", is_named=False)
+    assert used.pins.describe_load()["pins"] == 2500
+    assert 100 <= len(checked) <= 100 * MAX_CHECKED
+
+
 def test_of_a_prefix_beyond_the_quota_the_beginning_is_pinned() -> None:
     used = Pinned(max_pages=3)
     used.insert(prefix(1, 20))
@@ -178,9 +212,10 @@ class PinMachine(RuleBasedStateMachine):
         tenant=st.sampled_from("ab"),
         session=st.sampled_from("xyz"),
         seconds=st.sampled_from([1.0, 3.0, 100.0]),
+        is_named=st.booleans(),
     )
-    def pin(self, number: int, length: int, tenant: str, session: str, seconds: float) -> None:
-        self.used.pin(prefix(number, length), session, tenant, seconds, f"{tenant}:")
+    def pin(self, number: int, length: int, tenant: str, session: str, seconds: float, is_named: bool) -> None:
+        self.used.pin(prefix(number, length), session, tenant, seconds, f"{tenant}:", is_named=is_named)
 
     @rule(tenant=st.sampled_from("abc"), session=st.sampled_from("xyz"))
     def end(self, tenant: str, session: str) -> None:

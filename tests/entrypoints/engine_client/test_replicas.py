@@ -196,6 +196,19 @@ async def test_commands_go_to_all_replicas() -> None:
     assert [link.sent for link in links if any(isinstance(message, Generate) for message in link.sent)] == []
 
 
+async def test_a_command_that_names_a_session_reaches_each_replica() -> None:
+    client, links = make()
+    asked = asyncio.create_task(client.send_command("end_session", tenant="t", name="s"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    for number, (link, each) in enumerate(zip(links, client.clients, strict=True)):
+        (control,) = (message for message in link.sent if isinstance(message, Control))
+        assert control.arguments == {"tenant": "t", "name": "s"}
+        link.inbox = [ControlReply(id=control.id, ok=True, data={"ended": number})]
+        each.receive_messages()
+    assert (await asked).data == {"ended": 1}
+
+
 async def test_a_replica_that_does_not_answer_a_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "CONTROL_TIMEOUT", 0.05)
     client, links = make()

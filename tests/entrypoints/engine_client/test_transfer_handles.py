@@ -105,6 +105,16 @@ async def test_log_probabilities_of_the_first_token_are_computed_again() -> None
     assert reply["choices"][0]["token_ids"][:1] == params["first_token_ids"]
 
 
+@pytest.mark.parametrize("changes", [{"regex": "[0-9]{6}"}, {"logit_bias": {"7": 100}}], ids=["grammar", "bias"])
+async def test_what_limits_tokens_limits_the_first_one(changes: dict[str, Any]) -> None:
+    """Also where the prefill server was not told."""
+    params = await begin()
+    async with disaggregated("decode") as server:
+        reply = await server.post("/v1/completions", {**BODY, **changes, "kv_transfer_params": params})
+        assert reply.status == 200, reply.body
+        assert server.sent[0].output_len == 0
+
+
 async def test_a_stop_string_that_the_first_token_completes() -> None:
     params = await begin()
     async with disaggregated("decode") as server:

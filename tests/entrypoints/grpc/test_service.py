@@ -150,6 +150,27 @@ async def test_many_requests_over_one_call() -> None:
         await until_empty(server)
 
 
+async def test_an_aborted_request_ends_each_of_its_sequences() -> None:
+    async with connected() as (server, client):
+        written: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def commands() -> AsyncIterator[Any]:
+            while (command := await written.get()) is not None:
+                yield S["GenerateCommand"](**command)
+
+        request = {"id": "four", "token_ids": IDS, "sampling_params": params(max_tokens=400, n=4)}
+        written.put_nowait({"generate": request})
+        ends = []
+        async for reply in client.call("GenerateStream", commands()):
+            if not ends and reply.token_ids:
+                written.put_nowait({"abort": {"ids": ["four"]}})
+                written.put_nowait(None)
+            if reply.HasField("finish"):
+                ends.append((reply.index, reply.finish.reason))
+        assert sorted(ends) == [(index, "abort") for index in range(4)]
+        await until_empty(server)
+
+
 @pytest.mark.parametrize("name", ["Generate", "GenerateStream"])
 async def test_cancelling_stops_the_work(name: str) -> None:
     async with connected() as (server, client):
@@ -264,6 +285,17 @@ async def test_keys() -> None:
             assert caught.value.code() == Code.PERMISSION_DENIED
         checked = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
         assert checked.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_the_admin_key_alone_opens_methods_of_operators() -> None:
+    sections = {"server": {"api_key": "secret", "admin_key": "operator"}}
+    async with listening(sections) as (_, address), grpc.aio.insecure_channel(address) as channel:
+        client = Client(channel, "operator")
+        assert (await client.call("ServerInfo", {})).ready
+        await client.call("Abort", {"all": True})
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.call("Tokenize", {"text": "hi"})
+        assert caught.value.code() == Code.UNAUTHENTICATED
 
 
 async def test_watches_without_a_key_are_limited_and_take_no_place_of_calls() -> None:

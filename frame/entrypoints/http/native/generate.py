@@ -7,6 +7,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain
@@ -172,15 +173,16 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
             raise ApiError(400, f"{FIELD} cannot be streamed; leave stream out", FIELD)
         refine = bound_states(services, prompts, refine)
     plan = RequestPlan(prompts, params, request, refine=refine, add_special_tokens=special)
-    state = await start_request(context, services, plan)
-    sequence = state.sequences[0]
-    builder = ResultBuilder(services, request, state, is_single and params[0].n == 1, prompts_only)
-    if request.stream:
-        await stream_response(context, services, state, builder.write_events, lambda: DONE)
-    else:
-        await wait_complete(state)
-    if continued is not None and sequence.finish is not None and sequence.finish.reason in ("stop", "length"):
-        sessions.add_request(tenant, continued, sequence.name, sequence.prompt, sequence.recovery.output_ids)
+    with nullcontext() if continued is None else sessions.use_session(tenant, continued.session):
+        state = await start_request(context, services, plan)
+        sequence = state.sequences[0]
+        builder = ResultBuilder(services, request, state, is_single and params[0].n == 1, prompts_only)
+        if request.stream:
+            await stream_response(context, services, state, builder.write_events, lambda: DONE)
+        else:
+            await wait_complete(state)
+        if continued is not None and sequence.finish is not None and sequence.finish.reason in ("stop", "length"):
+            sessions.add_request(tenant, continued, sequence.name, sequence.prompt, sequence.recovery.output_ids)
     if request.stream:
         return None
     if request.return_hidden_states:

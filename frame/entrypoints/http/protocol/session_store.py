@@ -11,7 +11,8 @@ import secrets
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -30,6 +31,7 @@ class OpenSession:
     seconds: float  # without a request, after which it is closed
     max_tokens: int  # of a request's prompt and output
     until: float  # seconds of the clock
+    num_running: int = 0  # requests that continue it
     requests: OrderedDict[str, tuple[array[int], int]] = field(default_factory=OrderedDict)  # tokens, and how many are the prompt
 
     @property
@@ -87,6 +89,20 @@ class SessionStore:
         opened.until = self._clock() + opened.seconds
         return opened.seconds
 
+    @contextmanager
+    def use_session(self, tenant: str, session: str) -> Iterator[None]:
+        """Keep an open session open meanwhile; its seconds count from the end."""
+        opened = self._list_open(tenant).get(session)
+        if opened is None:
+            yield
+            return
+        opened.num_running += 1
+        try:
+            yield
+        finally:
+            opened.num_running -= 1
+            opened.until = self._clock() + opened.seconds
+
     def read_history(self, tenant: str, where: Continuation) -> list[int]:
         """The tokens before those of a request. Raises ApiError 400 for a session that is not open,
         and for a request that it does not have."""
@@ -132,7 +148,7 @@ class SessionStore:
         """A tenant's sessions, without those whose time has passed."""
         mine = self._sessions.get(tenant, OrderedDict[str, OpenSession]())
         now = self._clock()
-        for name in [name for name, each in mine.items() if each.until <= now]:
+        for name in [name for name, each in mine.items() if each.until <= now and not each.num_running]:
             del mine[name]
         if not mine:
             self._sessions.pop(tenant, None)

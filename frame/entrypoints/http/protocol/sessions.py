@@ -44,7 +44,7 @@ def choose_pin(services: Services, call: Caller, options: RequestOptions, rid: s
         seconds.append(read_lifetime(options.cache_control, "cache_control"))
     if not seconds or services.resolved.task != "generate":
         return None
-    return SessionPin(call.tenant, session or f"\0{rid}", max(seconds))  # no client can send that name
+    return SessionPin(call.tenant, session or f"\0{rid}", max(seconds), is_named=bool(session))  # no client can send that name
 
 
 def find_session(call: Caller, options: RequestOptions) -> str | None:

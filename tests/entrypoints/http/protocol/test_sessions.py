@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -153,6 +154,26 @@ async def test_a_session_continues_from_an_earlier_request() -> None:
         assert server.engine.scheduler.get_load()["pins"] == 0  # type: ignore[attr-defined]
         assert (await server.post("/close_session", {"session_id": name})).status == 404
         assert not server.services.sessions._sessions
+
+
+async def test_a_session_stays_open_while_its_request_runs() -> None:
+    now = [0.0]
+    async with serving() as server:
+        server.services.sessions._clock = lambda: now[0]
+        name = (await server.post("/open_session", {"capacity_of_str_len": 1000, "timeout": 1})).json()
+        body = {"input_ids": [10, 11, 12], "sampling_params": {"max_new_tokens": 4}, "session_params": {"id": name}}
+        await server.services.client.send_command("pause")
+        asked = asyncio.create_task(send(server, "/generate", body))
+        async with asyncio.timeout(20):
+            while not server.services.client.num_outstanding:  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.01)
+        now[0] = 100.0
+        await server.services.client.send_command("resume")
+        first = await asked
+        now[0] = 100.9
+        await send(server, "/generate", body | {"session_params": {"id": name, "rid": first["meta_info"]["id"]}})
+        now[0] = 102.0
+        assert (await server.post("/generate", body)).status == 400
 
 
 def test_the_store_is_bounded() -> None:
