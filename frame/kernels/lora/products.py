@@ -279,6 +279,52 @@ def _add_delta(result, total, column, inside, scales, bias, is_scaled, HAS_BIAS:
 
 
 @triton.jit
+def _expand_block(
+    product, shrunk, b, scales, bias, out,
+    first, end, part,  # of the block
+    row,  # int64 [BLOCK]
+    is_row, page_numbers, first_page, count, is_scaled, half, parts, max_pages, product_stride, out_stride, b_stride, split_stride,
+    SPLITS: tl.constexpr, PAGES: tl.constexpr, OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
+    BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One block of outputs of a tile. b, scales: of the tile's place and expert."""
+    RANKS: tl.constexpr = PAGES * 16
+    column, rank, number = first + tl.arange(0, OUTPUTS), tl.arange(0, RANKS), tl.arange(0, PAGES)
+    page, is_column = first_page, column < end
+    inside = is_row & is_column[None, :]
+    result_tile = product + row[:, None] * product_stride + column[None, :]
+    result = tl.load(result_tile, mask=inside, other=0.0)  # before what depends on the page
+    if IS_GATED:
+        up = tl.load(result_tile + half, mask=inside, other=0.0)
+    inner_rows = shrunk + ((row * parts + part) * max_pages * 16)[:, None] + rank[None, :]
+    total = tl.zeros([BLOCK, OUTPUTS] if BLOCK >= 64 else [OUTPUTS, BLOCK], tl.float32)
+    up_total = total
+    for start in range(0, count, PAGES):
+        pages = b + page.to(tl.int64) * b_stride
+        has_rank = is_row
+        if PAGES > 1:
+            has_rank = is_row & (start * 16 + rank < count * 16)[None, :]
+        b_tile = load_b(pages, number, count - start, column, is_column, PAGES, OUTPUTS)
+        inner = sum_splits(inner_rows + start * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
+        if BLOCK >= 64:  # fewer registers
+            total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
+        if IS_GATED:
+            up_b_tile = load_b(pages, number, count - start, half + column, is_column, PAGES, OUTPUTS)
+            up_inner = sum_splits(inner_rows + (max_pages + start) * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
+        if BLOCK < 64:  # all loads before the first product
+            total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
+        if IS_GATED:
+            up_total = _multiply_b(up_b_tile, up_inner, up_total, BLOCK, UPCAST)
+        page = tl.load(page_numbers + start + PAGES + number, mask=start + PAGES + number < count, other=0)
+    result = _add_delta(result, total, column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK)
+    if IS_GATED:
+        up = _add_delta(up, up_total, half + column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK).to(tl.float32)
+        gate = result.to(tl.float32)
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row[:, None] * out_stride + column[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _load_block(blocks, index, UNIT: tl.constexpr):
     """(first output, end of its part, part) of a block."""
     block = blocks + 3 * index
@@ -288,11 +334,9 @@ def _load_block(blocks, index, UNIT: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
     product, shrunk, b, keys, rows, counts, place_pages, blocks, scales, has_scale, bias, out,
-    num_rows, outputs, half, parts, num_experts, max_pages, product_stride, out_stride, b_stride,
-    num_blocks,
+    num_rows, outputs, half, parts, num_experts, max_pages, product_stride, out_stride, b_stride, num_blocks,
     SPLITS: tl.constexpr, PAGES: tl.constexpr, OUTPUTS: tl.constexpr, UNIT: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
-    IS_LOOPED: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, TOP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    IS_LOOPED: tl.constexpr, BLOCK: tl.constexpr, HAS_EXPERTS: tl.constexpr, TOP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (programs that take turns at the blocks of OUTPUTS, tiles); IS_LOOPED: fewer programs
     than blocks. IS_GATED: outputs of the gate, each with the one `half` after it, also of rows
@@ -323,45 +367,21 @@ def _expand_kernel(
     is_scaled &= count > 0
     is_row = (row < num_rows)[:, None]
     row = row.to(tl.int64)
-    RANKS: tl.constexpr = PAGES * 16
-    rank = tl.arange(0, RANKS)
     split_stride = tl.cast(num_rows, tl.int64) * parts * max_pages * 16
-    for index in range(program, num_blocks if IS_LOOPED else program + 1, tl.num_programs(0) if IS_LOOPED else 1):
-        page, column = first_page, first + tl.arange(0, OUTPUTS)
-        is_column = column < end
-        inside = is_row & is_column[None, :]
-        result_tile = product + row[:, None] * product_stride + column[None, :]
-        result = tl.load(result_tile, mask=inside, other=0.0)  # before what depends on the page
-        if IS_GATED:
-            up = tl.load(result_tile + half, mask=inside, other=0.0)
-        inner_rows = shrunk + ((row * parts + part) * max_pages * 16)[:, None] + rank[None, :]
-        total = tl.zeros([BLOCK, OUTPUTS] if BLOCK >= 64 else [OUTPUTS, BLOCK], tl.float32)
-        up_total = total
-        for start in range(0, count, PAGES):
-            pages = b + page.to(tl.int64) * b_stride
-            has_rank = is_row
-            if PAGES > 1:
-                has_rank = is_row & (start * 16 + rank < count * 16)[None, :]
-            b_tile = load_b(pages, number, count - start, column, is_column, PAGES, OUTPUTS)
-            inner = sum_splits(inner_rows + start * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
-            if BLOCK >= 64:  # fewer registers
-                total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
-            if IS_GATED:
-                up_b_tile = load_b(pages, number, count - start, half + column, is_column, PAGES, OUTPUTS)
-                up_inner = sum_splits(inner_rows + (max_pages + start) * 16, split_stride, has_rank, SPLITS, BLOCK, RANKS)
-            if BLOCK < 64:  # all loads before the first product
-                total = _multiply_b(b_tile, inner, total, BLOCK, UPCAST)
-            if IS_GATED:
-                up_total = _multiply_b(up_b_tile, up_inner, up_total, BLOCK, UPCAST)
-            page = tl.load(page_numbers + start + PAGES + number, mask=start + PAGES + number < count, other=0)
-        result = _add_delta(result, total, column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK)
-        if IS_GATED:
-            up = _add_delta(up, up_total, half + column, is_column, scales, bias, is_scaled, HAS_BIAS, BLOCK).to(tl.float32)
-            gate = result.to(tl.float32)
-            result = gate / (1.0 + tl.exp(-gate)) * up
-        tl.store(out + row[:, None] * out_stride + column[None, :], result.to(out.dtype.element_ty), mask=inside)
-        if IS_LOOPED:
+    if IS_LOOPED:
+        for index in range(program, num_blocks, tl.num_programs(0)):
+            _expand_block(
+                product, shrunk, b, scales, bias, out, first, end, part, row, is_row, page_numbers, first_page, count, is_scaled,
+                half, parts, max_pages, product_stride, out_stride, b_stride, split_stride,
+                SPLITS, PAGES, OUTPUTS, HAS_BIAS, IS_GATED, BLOCK, UPCAST,
+            )  # fmt: skip
             first, end, part = _load_block(blocks, tl.minimum(index + tl.num_programs(0), num_blocks - 1), UNIT)
+    else:
+        _expand_block(
+            product, shrunk, b, scales, bias, out, first, end, part, row, is_row, page_numbers, first_page, count, is_scaled,
+            half, parts, max_pages, product_stride, out_stride, b_stride, split_stride,
+            SPLITS, PAGES, OUTPUTS, HAS_BIAS, IS_GATED, BLOCK, UPCAST,
+        )  # fmt: skip
 
 
 def expand(
