@@ -27,12 +27,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from frame.checkpoint.model_config import EMBEDDED, find_model
-from frame.core.kv_cache.geometry import kv_geometry, model_geometry
+from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.entrypoints.cli.eval import EngineBackend
 from frame.entrypoints.offline.engine import Engine
 from frame.entrypoints.tools.eval.evaluate import evaluate
 from frame.entrypoints.tools.eval.tasks import TASKS, askable_keys, recall_list, recall_pairs, recall_question
+from frame.forward.declared_caches import model_geometry
 from frame.testing.checkpoints import make_checkpoint
 from tests.models.harness import open_session
 

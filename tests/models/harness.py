@@ -27,7 +27,8 @@ from frame.core.interfaces.media import MediaSpans
 from frame.core.interfaces.model import CausalLM, LazyTensor, ModelConfig, ModelContext
 from frame.core.interfaces.step_media import MediaSizes
 from frame.core.interfaces.weight_format import FormatContext
-from frame.core.kv_cache.geometry import kv_geometry, model_geometry
+from frame.core.kv_cache.geometry import kv_geometry
+from frame.forward.declared_caches import model_geometry
 from frame.interfaces.weights import WeightSourceContext
 from frame.loading.loader import Checkpoint, load_model
 from frame.loading.weight_reader import ReadAhead, read_weights

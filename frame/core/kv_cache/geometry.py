@@ -1,4 +1,5 @@
-"""`KVGeometry`: the cache groups of a model on one rank, from its layers or from its configuration.
+"""`KVGeometry`: the cache groups of a model on one rank, from its configuration or from declared
+layers.
 
 Used where a runner is built. It must not know pools or schedulers.
 """
@@ -8,15 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from frame.core.errors import ConfigurationError
-from frame.core.interfaces.attention_spec import AttentionSpec
 from frame.core.interfaces.cache_groups import CacheTensor, GroupKind, LayerCache
-from frame.core.interfaces.device_drafter import DraftModel
-from frame.core.interfaces.model import Model, ModelConfig
+from frame.core.interfaces.model import ModelConfig
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -100,27 +98,6 @@ def kv_geometry(model_config: ModelConfig, tp_size: int, page_size: int, kv_dtyp
     return group_layers((LayerCache(layer, "tokens", tensors) for layer in range(num_layers)), page_size, DTYPES[kv_dtype])
 
 
-def model_geometry(model: Model | DraftModel | torch.nn.Module, uniform: KVGeometry, drafter: DraftModel | None = None) -> KVGeometry:
-    """The groups that the modules of `model` declare; those of `uniform` if none declares any. The
-    layers of a drafter's model are added to them."""
-    layers, added = _list_layers(model), [] if drafter is None else _list_layers(drafter)
-    if not layers and not added:
-        return uniform
-    layers = layers or [layer for group in uniform.groups for layer in group.layers]
-    return group_layers(layers + added, uniform.page_size, uniform.dtype)
-
-
-def find_free_layer(model: Model | torch.nn.Module, num_layers: int) -> int:
-    """The first index that a drafter's layers may have: after all layers of the model and their
-    caches, of which a layer may have two."""
-    return max(num_layers, *(layer.layer + 1 for layer in _list_layers(model)), 0)
-
-
-def _list_layers(model: Model | DraftModel | torch.nn.Module) -> list[LayerCache]:
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    return [declared for module in modules for declared in _declared(module)]
-
-
 def add_groups(geometry: KVGeometry, kinds: Iterable[GroupKey]) -> KVGeometry:
     """The geometry of a pipeline stage with the groups of all stages, in this order; those that its
     layers do not use are empty."""
@@ -152,20 +129,3 @@ def group_layers(layers: Iterable[LayerCache], page_size: int, dtype: torch.dtyp
         for index, ((kind, window), layers_of) in enumerate(ordered)
     ]
     return KVGeometry(tuple(groups), page_size, dtype)
-
-
-def _declared(module: Any) -> Iterable[LayerCache]:
-    """The caches that a module declares: by its attribute `cache`, and as an attention layer."""
-    cache, spec = getattr(module, "cache", None), getattr(module, "spec", None)
-    if isinstance(cache, LayerCache):
-        yield cache
-    elif isinstance(spec, AttentionSpec) and spec.causal:
-        yield _attention_cache(spec, getattr(module, "kv_lora_rank", None), getattr(module, "qk_rope_head_dim", 0))
-
-
-def _attention_cache(spec: AttentionSpec, rank: int | None, rope: int) -> LayerCache:
-    if rank is not None:
-        tensors: tuple[CacheTensor, ...] = (CacheTensor((rank + rope,)),)
-    else:
-        tensors = CacheTensor((spec.num_kv_heads, spec.head_dim)), CacheTensor((spec.num_kv_heads, spec.v_head_dim))
-    return LayerCache(spec.layer, "tokens" if spec.sliding_window is None else "window", tensors, spec.sliding_window)

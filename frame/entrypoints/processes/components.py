@@ -31,13 +31,14 @@ from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.sampling import ProcessorContext
 from frame.core.interfaces.step_media import MediaSizes
 from frame.core.interfaces.weight_format import FormatContext
-from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, find_free_layer, kv_geometry, model_geometry
+from frame.core.kv_cache.geometry import DTYPES, GroupKey, KVGeometry, add_groups, kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, TORCH_BY_ROW, Sampler
 from frame.diagnostics.finite_check import check_finite
 from frame.entrypoints.processes.join_groups import Groups
 from frame.entrypoints.processes.memory_plan import count_further_bytes, plan_rank, predict_memory
+from frame.forward.declared_caches import find_free_layer, model_geometry
 from frame.forward.hybrid_attention import GroupAttention, HybridAttention
 from frame.forward.recorded_forward import record_decodes
 from frame.forward.torch_compile import Forward, keep_out
@@ -242,8 +243,8 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
         phases.update(report.seconds)
         clock = time.perf_counter()
         drafter = _build_drafter(resolved, parts, model, context)
-    uniform = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)
-    geometry = model_geometry(model, uniform, drafter.model if drafter else None)
+    configured = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)
+    geometry = model_geometry(model, configured, drafter and drafter.model)
     if pipeline is not None:
         geometry = add_groups(geometry, _list_groups(geometry, pipeline.hidden, device))
         _check_stages(resolved, geometry)
@@ -403,8 +404,7 @@ def _build_drafter(resolved: Resolved, parts: Parts, target: Model, build: Build
     make, context, checkpoint = prepared
     model, report = load_model(make, context, checkpoint)
     kinds = {group.kind for group in model_geometry(model, KVGeometry((), 1, build.dtype)).groups}
-    # an indexer of a prediction layer has a number of its own, one of a draft model a number of the
-    # target's
+    # the indexer of a prediction layer has a number of its own, that of a draft model one of its target
     known = {"tokens"} if parts.draft is not None else {"tokens", "sidecar"}
     if not kinds <= known or (parts.draft is not None and not kinds):
         raise ConfigurationError("speculative.draft_model_path has layers with a window, a state or an indexer; name a draft model without")

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from frame.core.interfaces.build import Limits
 from frame.core.interfaces.cache_groups import RESERVED_PAGES, PagePool
 from frame.core.interfaces.kv_tier import DEVICE_SHARE, DEVICE_SIZE
-from frame.core.kv_cache.geometry import kv_geometry, model_geometry
+from frame.core.kv_cache.geometry import kv_geometry
+from frame.forward.declared_caches import model_geometry
 from frame.loading.capacity import GIB, WORKSPACES, CapacityError, Memory, activation_bytes, plan_pages, plan_pools
 from frame.loading.loader import plan_bytes
 

@@ -23,11 +23,12 @@ from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.moe import MoERunner
 from frame.core.interfaces.platform import DeviceMemory, HostPlatform, PlatformContext
 from frame.core.interfaces.rank_context import Pipeline, RankContext
-from frame.core.kv_cache.geometry import kv_geometry, model_geometry
+from frame.core.kv_cache.geometry import kv_geometry
 from frame.entrypoints.processes.build_engine import load_device_drafter, load_head_format, load_kernels
 from frame.entrypoints.processes.components import Loaded, Parts, build_context, prepare_drafter
 from frame.entrypoints.processes.join_groups import Groups
 from frame.entrypoints.processes.memory_plan import MemoryPlan, plan_rank
+from frame.forward.declared_caches import model_geometry
 from frame.loading.loader import Checkpoint, load_weights
 from frame.plugins.registry import Registry
 

@@ -30,8 +30,9 @@ from frame.core.interfaces.model import Model, ModelConfig, ModelContext
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.rank_context import Task
 from frame.core.interfaces.weight_format import FormatContext
-from frame.core.kv_cache.geometry import kv_geometry, model_geometry
+from frame.core.kv_cache.geometry import kv_geometry
 from frame.entrypoints.tools.bench.paged_batches import Pages, PlainKVCache, Rows, build_context, forward_batch
+from frame.forward.declared_caches import model_geometry
 from frame.interfaces.weights import WeightSourceContext
 from frame.loading.loader import allocate_parameters, expected_shapes, process_weights_after_loading
 from frame.loading.weight_reader import read_weights

@@ -13,12 +13,13 @@ from frame.core.interfaces.build import BuildContext, Limits
 from frame.core.interfaces.cache import PrefixCacheContext
 from frame.core.interfaces.cache_groups import Capacity, PagePool
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.kv_cache.geometry import kv_geometry, model_geometry
+from frame.core.kv_cache.geometry import kv_geometry
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.sampling.logits_pipeline import Processors
 from frame.core.sampling.sampler import TORCH, Sampler
 from frame.core.scheduling.scheduler import SchedulerConfig
 from frame.entrypoints.processes.build_scheduler import assemble_scheduler
+from frame.forward.declared_caches import model_geometry
 from frame.plugins.prefix_caches.radix import RadixCache
 from frame.testing.local_loop import LocalLoop
 from frame.testing.page_allocators import make_grouped_allocator

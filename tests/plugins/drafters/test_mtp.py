@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from frame.core.interfaces.device_drafter import DraftModelContext
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.core.kv_cache.geometry import group_layers, model_geometry
+from frame.core.kv_cache.geometry import group_layers
+from frame.forward.declared_caches import model_geometry
 from frame.loading.loader import load_model
 from frame.plugins.drafters.mtp import PredictionLayer
 from frame.testing.checkpoints import load_reference, make_checkpoint
