@@ -25,6 +25,7 @@ from frame.interfaces.weight_transfer import WeightTransferCapabilities
 
 log = logging.getLogger(__name__)
 
+GRACE = 5.0  # seconds after `timeout` in which a rendezvous ends by itself
 LOOK = 0.1  # seconds between two looks at a rendezvous
 JOINING = "the rendezvous with the trainer goes on"  # what a rank says of one that has not ended
 
@@ -91,7 +92,7 @@ class WeightCommands:
         self._awaits = self._settings.awaits
         self._update: Update | None = None
         self._channels: set[str] = set()
-        self._joining: dict[str, str] = {}  # channels whose trainer is awaited: the id of the command
+        self._joining: dict[str, tuple[str, float]] = {}  # channels whose trainer is awaited: the id of the command, and a deadline
         self._next_look = 0.0  # of `time.monotonic`
         self._replies: list[ControlReply] = []
 
@@ -120,8 +121,11 @@ class WeightCommands:
         """The replies to commands whose trainer all ranks have met, or have not met in time. Steps
         may be in flight."""
         if self._joining and time.monotonic() >= self._next_look:
-            for channel, command in list(self._joining.items()):
+            for channel, (command, deadline) in list(self._joining.items()):
                 error = self._order("await_join", beat, channel=channel)
+                if JOINING in error and time.monotonic() > deadline:
+                    what = f"the trainer did not form the group within {self._settings.timeout:g} s (execution.update_timeout)"
+                    error = f"{what}; see whether it runs, and call init_weights_update_group again"
                 if error and JOINING not in error:
                     self._close(channel, beat, error)  # some ranks may have joined
                 elif not error:
@@ -147,7 +151,8 @@ class WeightCommands:
                 command = msgspec.convert(control.arguments, TransferCommand)
                 data = self._transfer(command, clear, beat)
                 if command.step == "open" and self._settings.transfers[command.kind].joins:
-                    self._joining[f"{command.kind}/{command.name}"] = control.id
+                    deadline = time.monotonic() + self._settings.timeout + GRACE
+                    self._joining[f"{command.kind}/{command.name}"] = (control.id, deadline)
                     return None
         except Refusal as refusal:
             return ControlReply(id=control.id, ok=False, error=str(refusal), code=refusal.code)
@@ -231,8 +236,8 @@ class WeightCommands:
     def _close(self, channel: str, beat: Beat, why: str = "the group was closed before it was formed") -> None:
         """Leave a channel. why: for the command that waits for its trainer."""
         self._channels.discard(channel)
-        if (command := self._joining.pop(channel, None)) is not None:
-            self._replies.append(ControlReply(id=command, ok=False, error=why, code="invalid"))
+        if (awaited := self._joining.pop(channel, None)) is not None:
+            self._replies.append(ControlReply(id=awaited[0], ok=False, error=why, code="invalid"))
         self._order("close", beat, channel=channel)
 
     def _begin(self, beat: Beat, *, is_explicit: bool) -> Update:

@@ -184,6 +184,17 @@ def test_a_rendezvous_goes_on_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -
     assert rig.part(commit=True, **group).ok
 
 
+def test_a_rendezvous_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_commands, "LOOK", 0.0)
+    monkeypatch.setattr(weight_commands, "GRACE", 0.0)
+    rig = Rig(CommandSettings(transfers=TRANSFERS, timeout=0.0), await_join=f"rank 1: {JOINING}")
+    assert rig.begin("open", kind="group", name="g") is None
+    time.sleep(0.001)
+    (reply,) = rig.commands.take_replies(int)
+    rig.refuse(reply, "invalid", "the trainer did not form the group within 0 s (execution.update_timeout); see whether it runs")
+    assert rig.calls == ["join", "await_join", "close"] and not rig.commands.awaits_trainers
+
+
 def test_malformed_parts() -> None:
     rig = Rig()
     for tensors, sentence in (
