@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from frame.core.interfaces.kv_tier import KVTier, SupportsTransfers
 from frame.core.scheduling.request import Request
 from frame.kv_tiers.block_keys import BlockKeys, RequestKeys
@@ -51,7 +53,7 @@ class RequestTransfers:
         if transfer is None or self._tier is None or transfer.host or len(chain.keys) < transfer.num_blocks:
             return
         request.transfer = None
-        self._tier.open_transfer(transfer, chain.keys[: transfer.num_blocks])
+        self._tier.open_transfer(msgspec.structs.replace(transfer, tenant=request.tenant), chain.keys[: transfer.num_blocks])
 
     def forget(self, request: Request) -> None:
         """The request starts or ends, and expects no blocks any more."""

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BEAT = 0.1  # seconds between two beats while a trainer is awaited
+MAX_LEFT = 64  # rendezvous that were left and wait in torch, which no call ends
 
 
 class LoadedModel:
@@ -182,6 +183,7 @@ class TensorUpdates:
         self._models: list[LoadedModel] | None = None
         self._channels: dict[str, WeightTransfer] = {}
         self._rendezvous: dict[str, Rendezvous] = {}  # by channel
+        self._left: list[Rendezvous] = []
         self._tensors: list[tuple[str, torch.Tensor]] = []  # the part that was received
 
     def run(self, order: TransferOrder, beat: Callable[[], object]) -> str:
@@ -218,6 +220,9 @@ class TensorUpdates:
 
     def _join(self, order: TransferOrder, beat: Callable[[], object]) -> None:
         self._close(order, beat)
+        self._left = [each for each in self._left if each.is_running]
+        if len(self._left) >= MAX_LEFT:
+            raise TransferError(f"{MAX_LEFT} trainers that were left do not answer; end them, and call init_weights_update_group again")
         transfer = self._connect[order.channel.partition("/")[0]]()
         self._rendezvous[order.channel] = Rendezvous(transfer, order.info, self._platform.activate)
 
@@ -240,6 +245,7 @@ class TensorUpdates:
             transfer.close()
         if (rendezvous := self._rendezvous.pop(channel, None)) is not None:
             rendezvous.close()
+            self._left.append(rendezvous)
 
     def _begin(self, order: TransferOrder, beat: Callable[[], object]) -> None:
         if self._models is None:

@@ -25,7 +25,9 @@ from frame.interfaces.weight_transfer import WeightTransferCapabilities
 
 log = logging.getLogger(__name__)
 
+GRACE = 5.0  # seconds after `timeout` in which a rendezvous ends by itself
 LOOK = 0.1  # seconds between two looks at a rendezvous
+MAX_CHANNELS = 16  # a trainer of pipeline stages has one for each; nothing else closes those of killed trainers
 JOINING = "the rendezvous with the trainer goes on"  # what a rank says of one that has not ended
 
 Beat = Callable[[], object]
@@ -90,8 +92,8 @@ class WeightCommands:
         self._settings = settings or CommandSettings()
         self._awaits = self._settings.awaits
         self._update: Update | None = None
-        self._channels: set[str] = set()
-        self._joining: dict[str, str] = {}  # channels whose trainer is awaited: the id of the command
+        self._channels: dict[str, None] = {}  # the least recently used first
+        self._joining: dict[str, tuple[str, float]] = {}  # channels whose trainer is awaited: the id of the command, and a deadline
         self._next_look = 0.0  # of `time.monotonic`
         self._replies: list[ControlReply] = []
 
@@ -120,13 +122,16 @@ class WeightCommands:
         """The replies to commands whose trainer all ranks have met, or have not met in time. Steps
         may be in flight."""
         if self._joining and time.monotonic() >= self._next_look:
-            for channel, command in list(self._joining.items()):
+            for channel, (command, deadline) in list(self._joining.items()):
                 error = self._order("await_join", beat, channel=channel)
+                if JOINING in error and time.monotonic() > deadline:
+                    what = f"the trainer did not form the group within {self._settings.timeout:g} s (execution.update_timeout)"
+                    error = f"{what}; see whether it runs, and call init_weights_update_group again"
                 if error and JOINING not in error:
                     self._close(channel, beat, error)  # some ranks may have joined
                 elif not error:
                     del self._joining[channel]
-                    self._channels.add(channel)
+                    self._channels[channel] = None
                     self._replies.append(ControlReply(id=command, ok=True))
             self._next_look = time.monotonic() + LOOK
         replies, self._replies = self._replies, []
@@ -147,7 +152,8 @@ class WeightCommands:
                 command = msgspec.convert(control.arguments, TransferCommand)
                 data = self._transfer(command, clear, beat)
                 if command.step == "open" and self._settings.transfers[command.kind].joins:
-                    self._joining[f"{command.kind}/{command.name}"] = control.id
+                    deadline = time.monotonic() + self._settings.timeout + GRACE
+                    self._joining[f"{command.kind}/{command.name}"] = (control.id, deadline)
                     return None
         except Refusal as refusal:
             return ControlReply(id=control.id, ok=False, error=str(refusal), code=refusal.code)
@@ -220,19 +226,28 @@ class WeightCommands:
         joins = self._settings.transfers[command.kind].joins
         if channel in self._joining:
             self._close(channel, beat, "another request forms this group anew")
+        self._make_room(channel, beat)
         if error := self._order("join" if joins else "open", beat, channel=channel, info=command.info):
             self._close(channel, beat)
             raise Refusal(error, "invalid")
-        self._channels.discard(channel)  # until its trainer is met again
+        self._channels.pop(channel, None)  # until its trainer is met again
         if not joins:
-            self._channels.add(channel)
+            self._channels[channel] = None
         return {}
+
+    def _make_room(self, channel: str, beat: Beat) -> None:
+        """Close the least recently used channels, so that this one makes at most `MAX_CHANNELS`. No
+        update is open."""
+        others = [each for each in (*self._channels, *self._joining) if each != channel]
+        for each in others[: max(0, len(others) - MAX_CHANNELS + 1)]:
+            log.warning("the group %r is closed: %d newer ones were formed or used", each.partition("/")[2][:200], MAX_CHANNELS)
+            self._close(each, beat, f"{MAX_CHANNELS} newer groups were formed meanwhile")
 
     def _close(self, channel: str, beat: Beat, why: str = "the group was closed before it was formed") -> None:
         """Leave a channel. why: for the command that waits for its trainer."""
-        self._channels.discard(channel)
-        if (command := self._joining.pop(channel, None)) is not None:
-            self._replies.append(ControlReply(id=command, ok=False, error=why, code="invalid"))
+        self._channels.pop(channel, None)
+        if (awaited := self._joining.pop(channel, None)) is not None:
+            self._replies.append(ControlReply(id=awaited[0], ok=False, error=why, code="invalid"))
         self._order("close", beat, channel=channel)
 
     def _begin(self, beat: Beat, *, is_explicit: bool) -> Update:
@@ -261,7 +276,8 @@ class WeightCommands:
         if joins and channel not in self._channels:
             raise Refusal(f"there is no group {command.name[:200]!r}; call init_weights_update_group first", "invalid")
         if not joins and channel not in self._channels:
-            self._open_plain(channel, beat)
+            self._open_plain(channel, beat, update)
+        self._channels[channel] = self._channels.pop(channel)
         if update is None:
             update = self._begin(beat, is_explicit=False)
         try:
@@ -276,11 +292,13 @@ class WeightCommands:
         is_whole = command.commit is False and not update.is_explicit and not self._order("check_names", beat)
         return self._commit(update, command, beat) if command.commit or is_whole else {"update": update.id}
 
-    def _open_plain(self, channel: str, beat: Beat) -> None:
+    def _open_plain(self, channel: str, beat: Beat, update: Update | None) -> None:
         """Open a channel that has no rendezvous."""
+        if update is None:
+            self._make_room(channel, beat)
         if error := self._order("open", beat, channel=channel):
             raise Refusal(error, "invalid")
-        self._channels.add(channel)
+        self._channels[channel] = None
 
     def _receive(self, update: Update, command: TransferCommand, channel: str, part: TransferPart, beat: Beat) -> None:
         """Check a part and receive its tensors. Raises Refusal; nothing is written then."""

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from frame import Engine, SamplingParams
 from frame.entrypoints.offline.engine import EngineError
+from frame.loading.weight_commands import MAX_CHANNELS
 from frame.rl import buckets
 from frame.rl.buckets import HostBucket, describe
 from frame.rl.weight_client import WeightClient, WeightUpdateError
@@ -90,6 +91,18 @@ def connect(engine: Engine, kind: str) -> WeightClient:
 @pytest.mark.parametrize(("kind", "case"), [("ipc", "bf16"), pytest.param("group", "int8", marks=pytest.mark.exhaustive)])
 def test_updates_equal_a_fresh_start(kind: str, case: str, tmp_path: Path) -> None:
     check_updates(kind, case, 4, tmp_path)
+
+
+def test_groups_of_killed_trainers_take_bounded_memory(engine: Engine, folders: list[Path]) -> None:
+    """Of a trainer that is killed no message comes."""
+    for number in range(2 * MAX_CHANNELS):
+        client = connect(engine, "group")
+        client._group.shutdown()
+        client._group = client._store = None
+        if number == MAX_CHANNELS + 1:
+            before = measure()
+    assert measure()["files"] <= before["files"]
+    assert connect(engine, "group").update(read(folders[1]), "v1") == "v1"
 
 
 @pytest.mark.soak

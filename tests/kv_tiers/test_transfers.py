@@ -31,6 +31,7 @@ class TransferTier(MemoryTier):
         self.peer: TransferTier | None = None
         self.open: dict[str, list[bytes]] = {}
         self.num_opened = 0
+        self.tenants: list[str] = []
         self.num_received = self.num_asked = 0
         self.room: int | None = None
 
@@ -51,6 +52,7 @@ class TransferTier(MemoryTier):
         assert transfer.lease not in self.open
         assert len(keys) == transfer.num_blocks
         self.open[transfer.lease] = list(keys)
+        self.tenants.append(transfer.tenant)
         self.num_opened += 1
         if self.peer is not None:
             for key, source in zip(keys, self.peer.open.pop(transfer.lease, ()), strict=False):
@@ -106,6 +108,13 @@ def test_the_blocks_of_a_prompt_are_kept() -> None:
     assert rig.load["tiers"][0]["leases"] == 1
     rig.tier.close_transfer("lease")
     rig.run_until(lambda: rig.scheduler.is_idle)
+
+
+def test_a_tier_knows_whose_prompt_it_keeps() -> None:
+    rig = TransferRig(config(), policy())
+    rid = rig.add(PROMPT, ONE, transfer=KEPT, namespace="tenant:salt")
+    rig.run_until(lambda: rig.requests[rid].finish is not None)
+    assert rig.tier.tenants == ["tenant"]
 
 
 def test_a_prompt_is_kept_when_all_of_it_is_computed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from frame.core.interfaces.platform import HOST
 from frame.core.interfaces.runner import TransferOrder
 from frame.core.interfaces.weight_transfer import TensorSpec, TransferError, TransferPart
 from frame.interfaces.weight_transfer import WeightTransfer, WeightTransferContext
+from frame.loading import tensor_update
 from frame.loading.loader import UpdatedModel, process_weights_after_loading
 from frame.loading.tensor_update import TensorUpdates, find_sharded, find_unit
 from frame.testing.checkpoints import make_checkpoint
@@ -39,6 +41,15 @@ class DictTransfer(WeightTransfer):
 
     def close(self) -> None:
         return
+
+
+class StuckTransfer(DictTransfer):
+    """A trainer's that no `close` ends."""
+
+    end = threading.Event()
+
+    def open(self, info: Mapping[str, Any]) -> None:
+        self.end.wait()
 
 
 class Rig:
@@ -115,3 +126,21 @@ def test_orders_fail_with_a_sentence(folders: list[Path]) -> None:
     assert "came as torch.float32 [3] where the message has a" in rig.order("receive", part=part)
     rig.updates.close()
     assert "receive failed" in rig.order("receive", part=part)
+
+
+def test_rendezvous_that_no_close_ends_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_update, "MAX_LEFT", 2)
+    transfer = StuckTransfer(WeightTransferContext(torch.device("cpu")))
+    updates = TensorUpdates(list, {"stuck": lambda: transfer}, HOST)
+
+    def join() -> str:
+        return updates.run(TransferOrder("join", channel="stuck/"), int)
+
+    try:
+        assert join() == join() == ""
+        assert "2 trainers that were left do not answer; end them" in join()
+    finally:
+        transfer.end.set()
+    for each in updates._left:
+        each._thread.join(10.0)
+    assert join() == ""

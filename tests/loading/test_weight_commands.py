@@ -184,6 +184,49 @@ def test_a_rendezvous_goes_on_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -
     assert rig.part(commit=True, **group).ok
 
 
+def test_a_rendezvous_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_commands, "LOOK", 0.0)
+    monkeypatch.setattr(weight_commands, "GRACE", 0.0)
+    rig = Rig(CommandSettings(transfers=TRANSFERS, timeout=0.0), await_join=f"rank 1: {JOINING}")
+    assert rig.begin("open", kind="group", name="g") is None
+    time.sleep(0.001)
+    (reply,) = rig.commands.take_replies(int)
+    rig.refuse(reply, "invalid", "the trainer did not form the group within 0 s (execution.update_timeout); see whether it runs")
+    assert rig.calls == ["join", "await_join", "close"] and not rig.commands.awaits_trainers
+
+
+def test_groups_of_killed_trainers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used is closed when another one is opened, and none during an update."""
+    monkeypatch.setattr(weight_commands, "LOOK", 0.0)
+    monkeypatch.setattr(weight_commands, "MAX_CHANNELS", 3)
+    rig = Rig()
+    for name in ("used", "a", "b"):
+        assert rig.step("open", kind="group", name=name).ok
+    assert rig.part(kind="group", name="used", commit=True).ok
+    assert "close" not in rig.calls
+    assert rig.step("open", kind="group", name="b").ok, "the same one takes no further place"
+    assert rig.calls == ["join", "await_join"]
+    assert rig.step("open", kind="group", name="c").ok
+    assert rig.calls == ["close", "join", "await_join"] and list(rig.commands._channels) == ["group/used", "group/b", "group/c"]
+    assert rig.part(kind="group", name="used").ok
+    assert rig.part("b").ok and len(rig.commands._channels) == 4, "an update may use one more"
+    rig.refuse(rig.step("open", kind="group", name="d"), "conflict", "wait for its end")
+    assert "close" not in rig.calls
+    assert rig.step("commit").ok and rig.step("open", kind="group", name="d").ok
+    assert list(rig.commands._channels) == ["group/used", "ipc/", "group/d"]
+
+
+def test_groups_that_are_awaited_take_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_commands, "LOOK", 0.0)
+    monkeypatch.setattr(weight_commands, "MAX_CHANNELS", 1)
+    rig = Rig()
+    assert rig.begin("open", "first", kind="group", name="a") is None
+    assert rig.begin("open", "second", kind="group", name="b") is None
+    first, second = rig.commands.take_replies(int)
+    assert (first.id, second.id, second.ok) == ("first", "second", True)
+    rig.refuse(first, "invalid", "1 newer groups were formed meanwhile")
+
+
 def test_malformed_parts() -> None:
     rig = Rig()
     for tensors, sentence in (

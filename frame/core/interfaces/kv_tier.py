@@ -50,6 +50,7 @@ class KVTransfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     host: str = ""  # where the prefill server hands out its blocks; "": this server keeps them
     port: int = 0
     num_blocks: int = 0  # leading blocks of the prompt
+    tenant: str = ""  # of a prefill server, in `open_transfer`: the owner of the prompt's namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,8 @@ class SupportsTransfers(Protocol):
 
     def open_transfer(self, transfer: KVTransfer, keys: Sequence[bytes]) -> None:
         """Keep the blocks of these keys, which are stored or being stored; or expect them of a
-        peer. No room for one more transfer is no error: its blocks are computed."""
+        peer. No room for one more transfer is no error: its blocks are computed. No tenant takes
+        the room of others: the one that holds most loses its oldest lease."""
 
     def close_transfer(self, lease: str) -> None:
         """The blocks are not needed any more. An unknown lease is no error."""

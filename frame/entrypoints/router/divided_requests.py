@@ -56,12 +56,12 @@ def make_prefill_body(fields: _Fields, path: str) -> bytes:
 
 def make_decode_body(fields: _Fields, response: bytes) -> bytes | None:
     """The body for the decode server, with what the prefill server's response has for it. None: it
-    has nothing."""
+    has no object."""
     try:
         params = _RESPONSE.decode(response).kv_transfer_params
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return None if bytes(params) == b"null" else msgspec.json.encode({**fields, FIELD: params})
+    return msgspec.json.encode({**fields, FIELD: params}) if bytes(params).lstrip()[:1] == b"{" else None
 
 
 def _read_number(fields: _Fields, name: str) -> float | None:

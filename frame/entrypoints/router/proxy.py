@@ -62,6 +62,7 @@ BROADCAST_TIME = 40.0  # seconds in which each replica answers a request for all
 STATES_TIME = 910.0  # the same for those that may wait for running requests, or load weights
 STATUS = {"serving": "ok", "joining": "joining", "draining": "draining"}  # of /health, by state
 MAX_PREFILLS = 2  # prefill servers that are tried
+HANDLE_REFUSED = (400, 413)  # a decode server may refuse what the router has added to the body, or its size
 FAILED = 400  # statuses from it on: the cache has nothing of the prompt
 MAX_ADAPTERS, MAX_ADAPTER_NAME = 4096, 1024  # names that are remembered, and the bytes of one
 _ABORT_ALL = re.compile(rb'"abort_all"\s*:\s*true')
@@ -172,8 +173,10 @@ class Proxy:
                 continue
             if response.status not in REFUSED:
                 body = make_decode_body(fields, response.body) if response.status == 200 else None
-                self.metrics.count_prefill("whole" if body is None else "transferred")
-                return request if body is None else replace(request, body=body)
+                if body is not None:
+                    return replace(request, body=body)
+                self.metrics.count_prefill("whole")
+                return request
         self.metrics.count_prefill("lost")
         return request
 
@@ -185,6 +188,7 @@ class Proxy:
             request.prefixes = self.backends.prefixes.read(prompt, request.headers)
         whole = request  # which another replica continues
         request = await self._begin(request, routing)
+        is_begun = request is not whole  # and no decode server has answered
         reason, last, losses = "no replica is healthy", None, Losses()
         while (backend := await self._choose_next(request, routing, losses)) is not None:
             request.tried.add(backend.number)
@@ -196,6 +200,15 @@ class Proxy:
                         reply = await self._exchange.open(request, backend, signature, asks_blocks=asks)
                     if reply.status_code >= FAILED:
                         self.backends.refuse(routing, place)
+                    if is_begun and reply.status_code not in REFUSED:
+                        is_begun, is_refused = False, reply.status_code in HANDLE_REFUSED
+                        self.metrics.count_prefill("refused" if is_refused else "transferred")
+                        if is_refused:
+                            log.warning("the decode server %s refuses what a prefill server has begun: it gets all of it", backend.url)
+                            await reply.aclose()
+                            request = whole
+                            request.tried.discard(backend.number)
+                            continue
                     told = reply.headers.get(BLOCKS.decode()) if asks and reply.status_code == 200 else None
                     if told is not None and request.prefixes is not None:
                         request.prefixes.owner.learn(request.prefixes, told.encode("latin-1", "replace"))

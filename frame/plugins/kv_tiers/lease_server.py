@@ -48,6 +48,7 @@ class Lease:
 
     keys: list[bytes]
     began: float  # seconds, monotonic
+    tenant: str = ""  # the owner of the prompt
     pinned: list[HostBlock] = field(default_factory=list)  # of leading keys, which are not evicted; stored or being stored
     is_taken: bool = False
     is_closed: bool = False

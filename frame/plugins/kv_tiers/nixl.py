@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -75,7 +76,7 @@ class _Counts:
     transfers: int = 0
     failures: int = 0
     expired: int = 0
-    refused: int = 0  # leases for which there was no place
+    refused: int = 0  # leases that ended so that other prompts have a place
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
 
@@ -209,12 +210,14 @@ class NixlTier(HostTier):
         if not keys:
             return
         if self._server is not None:
-            if len(self._leases) >= self._settings.max_leases or transfer.lease in self._leases:
-                self._counts.refused += 1
+            if transfer.lease in self._leases:
                 return
-            lease = Lease(list(keys), time.monotonic())
+            while len(self._leases) >= self._settings.max_leases:
+                self._end_oldest(find_largest(Counter(each.tenant for each in self._leases.values()), transfer.tenant))
+            lease = Lease(list(keys), time.monotonic(), transfer.tenant)
             self._pin(lease)
             self._leases[transfer.lease] = lease  # from now on the server hands it out
+            self._make_room(lease)
             self._counts.transfers += 1
         elif self._links is not None and transfer.lease not in self._incoming:
             incoming = _Incoming(transfer, {key: place for place, key in enumerate(keys)})
@@ -265,6 +268,23 @@ class NixlTier(HostTier):
             if now >= lease.began + self._settings.lease_seconds:
                 self._counts.expired += not lease.is_taken
                 self.close_transfer(name)
+
+    def _make_room(self, lease: Lease) -> None:
+        """Where the blocks of a lease find no room, end leases of tenants that hold more blocks."""
+        lacking = len(self._index.find_lacking(lease.keys, self._storing))
+        while lacking > self._pool.num_free + self._index.num_unused:
+            held = Counter({lease.tenant: lacking})
+            for each in self._leases.values():
+                held[each.tenant] += len(each.pinned)
+            if (largest := find_largest(held, lease.tenant)) == lease.tenant:
+                return
+            self._end_oldest(largest)
+
+    def _end_oldest(self, tenant: str) -> None:
+        """End a tenant's oldest lease, one that is being read only where there is no other."""
+        names = [name for name, lease in self._leases.items() if lease.tenant == tenant]
+        self._counts.refused += 1
+        self.close_transfer(min(names, key=lambda name: self._leases[name].is_taken))
 
     def _pin(self, lease: Lease) -> None:
         """Keep the leading blocks of a lease that are stored or being stored."""
@@ -420,6 +440,11 @@ class NixlTier(HostTier):
         if incoming.is_closed and not incoming.num_jobs and self._links is not None:
             self._num_closing -= 1
             self._links.release(incoming.transfer)
+
+
+def find_largest(held: Mapping[str, int], tenant: str) -> str:
+    """The tenant that holds most; `tenant` where it holds as much as another one."""
+    return max(held, key=lambda each: (held[each], each == tenant))
 
 
 def list_runs(ours: Sequence[int], theirs: Sequence[int], size: int, *, joins: bool = True) -> np.ndarray:

@@ -7,7 +7,9 @@ groups may be used again and nothing is left after `close`.
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,6 +26,7 @@ from frame.host.gloo_group import find_own_address, make_gloo_group
 from frame.interfaces.weight_transfer import WeightTransfer, WeightTransferContext
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # by backend: the prefix that torch puts before the keys of its store
+PING = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 1)  # torch's VALIDATE and PING, with which its own clients begin
 RETRY = 0.1  # seconds between two attempts to reach the trainer
 TRAINER = 0  # its rank
 WATCHDOG_GRACE = timedelta(seconds=60)
@@ -135,18 +138,33 @@ class GroupTransfer(WeightTransfer):
 
 
 def await_trainer(info: GroupInfo, timeout: float, left: threading.Event) -> None:
-    """Return when something listens at the trainer's address. Raises OSError after `timeout`
+    """Return when the store at the trainer's address answers: torch's client waits without a limit
+    for one that accepts a connection and is silent. Raises OSError or TransferError after `timeout`
     seconds, and TransferError when the channel is left."""
     deadline = time.monotonic() + timeout
     while True:
         try:
-            socket.create_connection((info.master_address, info.master_port), min(timeout, 5.0)).close()
-            return
+            with socket.create_connection((info.master_address, info.master_port), min(timeout, 5.0)) as connection:
+                connection.sendall(PING)
+                connection.settimeout(RETRY)
+                await_answer(connection, deadline, left)
+                return
         except OSError:
             if time.monotonic() > deadline:
                 raise
         if left.wait(RETRY):
             raise TransferError("it was left before")
+
+
+def await_answer(connection: socket.socket, deadline: float, left: threading.Event) -> None:
+    while not left.is_set():
+        with contextlib.suppress(TimeoutError):
+            connection.recv(64)  # of a store that does not know the ping: its end of the connection
+            return
+        if time.monotonic() > deadline:
+            sentence = "the trainer accepts connections and does not answer"
+            raise TransferError(f"{sentence}; let it continue or start it again, and call init_weights_update_group again")
+    raise TransferError("it was left before")
 
 
 def make_empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:

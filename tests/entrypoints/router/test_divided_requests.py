@@ -75,7 +75,9 @@ def test_other_routes_go_to_one_server() -> None:
     assert read_divisible("GET", PATH, json.dumps(BODY).encode()) is None
 
 
-@pytest.mark.parametrize("response", [b"", b"{", b"{}", b'{"kv_transfer_params": null}'])
+@pytest.mark.parametrize(
+    "response", [b"", b"{", b"{}", *(b'{"kv_transfer_params": %b}' % each for each in (b"null", b'"x"', b"[{}]", b"1"))]
+)
 def test_responses_without_a_handle(response: bytes) -> None:
     fields = read_divisible("POST", PATH, json.dumps(BODY).encode())
     assert fields is not None
@@ -84,10 +86,11 @@ def test_responses_without_a_handle(response: bytes) -> None:
 
 class FakeServer:
     """Keeps the bodies of its requests. `status` and `reply`: of its responses; None: it closes the
-    connection. `is_hanging`: it does not respond, not even to health checks."""
+    connection. `is_hanging`: it does not respond, not even to health checks. `refuses_handles`: it
+    answers 400 to a handle."""
 
     def __init__(self, reply: Any, status: int | None = 200) -> None:
-        self.reply, self.status, self.is_hanging = reply, status, False
+        self.reply, self.status, self.is_hanging, self.refuses_handles = reply, status, False, False
         self.bodies: list[Any] = []
         self.url = ""
 
@@ -109,7 +112,8 @@ class FakeServer:
             await asyncio.sleep(30)
         if is_check or self.status is not None:
             content = b"{}" if is_check else json.dumps(self.reply).encode()
-            status = 200 if is_check else self.status
+            is_refused = self.refuses_handles and b"kv_transfer_params" in body
+            status = 200 if is_check else 400 if is_refused else self.status
             writer.write(b"HTTP/1.1 %d x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (status, len(content), content))
             await writer.drain()
         writer.close()
@@ -205,5 +209,35 @@ def test_another_decode_server_gets_the_same_handle() -> None:
                 assert (await client.post(PATH, json=BODY)).status_code == 200
         assert all(body["kv_transfer_params"] == HANDLE for server in decode for body in server.bodies)
         assert len(prefill.bodies) == 4
+
+    run(main)
+
+
+@pytest.mark.parametrize(("status", "num_servers"), [(200, 1), (200, 2), (400, 1), (422, 1)])
+def test_a_handle_that_is_refused_is_left_out(status: int, num_servers: int) -> None:
+    """The client gets the response to its own body, which is sent once."""
+
+    async def main() -> None:
+        prefill = FakeServer({"kv_transfer_params": HANDLE})
+        decode = [FakeServer({"text": "x"}, status) for _ in range(num_servers)]
+        for each in decode:
+            each.refuses_handles = True
+        async with routed([prefill], decode) as (client, metrics):
+            response = await client.post(PATH, json=BODY)
+            assert (response.status_code, response.json()) == (status, {"text": "x"})
+            assert count(metrics, "refused") and not count(metrics, "transferred")
+        assert [body for each in decode for body in each.bodies if "kv_transfer_params" not in body] == [BODY]
+        assert sum(len(each.bodies) for each in decode) == 2
+
+    run(main)
+
+
+def test_a_clients_own_handle_is_refused_to_the_client() -> None:
+    async def main() -> None:
+        prefill, decode = FakeServer({}), FakeServer({"text": "x"})
+        decode.refuses_handles = True
+        async with routed([prefill], [decode]) as (client, _):
+            assert (await client.post(PATH, json={**BODY, "kv_transfer_params": HANDLE})).status_code == 400
+        assert (len(prefill.bodies), len(decode.bodies)) == (0, 1)
 
     run(main)

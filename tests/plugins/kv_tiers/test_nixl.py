@@ -85,9 +85,9 @@ class Pair:
         self.prefill.finish(job)
         wait_for(self.prefill, job)
 
-    def offer(self, lease: str, keys: Sequence[bytes]) -> KVTransfer:
+    def offer(self, lease: str, keys: Sequence[bytes], tenant: str = "") -> KVTransfer:
         """The blocks are kept for a peer. -> what the decode server expects."""
-        self.prefill.open_transfer(KVTransfer(lease, num_blocks=len(keys)), keys)
+        self.prefill.open_transfer(KVTransfer(lease, num_blocks=len(keys), tenant=tenant), keys)
         return KVTransfer(lease, "127.0.0.1", self.port, len(keys))
 
     def begin_load(self, keys: Sequence[bytes]) -> tuple[int, Sequence[torch.Tensor]]:
@@ -322,9 +322,45 @@ def test_leases_are_bounded() -> None:
         for number, key in enumerate(keys):
             pair.offer(f"{number}", [key])
         counts = pair.prefill.describe_transfers()
-        assert (counts["leases"], counts["refused_leases"]) == (4, 1)
+        assert (counts["leases"], counts["refused_leases"], counts["leased_blocks"]) == (4, 1, 4)
+        assert list(pair.prefill._leases) == ["1", "2", "3", "4"], "the oldest has ended"
         pair.prefill.close_transfers()
         assert pair.prefill.describe_transfers()["leased_blocks"] == 0
+
+
+def test_one_tenant_does_not_take_the_leases_of_others() -> None:
+    keys = make_keys(4)
+    with open_pair() as pair:
+        pair.store(keys)
+        for number in range(6):
+            pair.offer(f"a{number}", keys[:1], "a")
+        transfer = pair.offer("b0", keys, "b")
+        assert list(pair.prefill._leases) == ["a3", "a4", "a5", "b0"]
+        pair.decode.open_transfer(transfer, keys)
+        assert pair.load(keys) == KVTierResult(pair._job, 4)
+        pair.offer("c0", keys, "c")
+        pair.offer("b1", keys, "b")
+        assert list(pair.prefill._leases) == ["a5", "b0", "c0", "b1"]
+        pair.offer("b2", keys, "b")
+        assert list(pair.prefill._leases) == ["a5", "b0", "c0", "b2"], "its own, and not the one that is being read"
+
+
+def test_one_tenant_does_not_take_the_room_of_others() -> None:
+    """The blocks of its oldest leases are released, where another tenant's find no room."""
+    keys, further = make_keys(NUM_BLOCKS), make_keys(8, "other")
+    with open_pair() as pair:
+        pair.store(keys)
+        for start in (0, 16, 24):
+            pair.offer(f"a{start}", keys[start : start + (16 if start == 0 else 8)], "a")
+        assert pair.prefill.count_room(is_store=True) == 0
+        pair.offer("a", further, "a")
+        assert pair.prefill.count_room(is_store=True) == 0, "its own later prompts are not kept instead"
+        pair.prefill.close_transfer("a")
+        transfer = pair.offer("b", further, "b")
+        assert list(pair.prefill._leases) == ["a16", "a24", "b"]
+        pair.store(further)
+        pair.decode.open_transfer(transfer, further)
+        assert pair.load(further) == KVTierResult(pair._job, 8)
 
 
 def test_a_block_that_changes_is_not_served() -> None:

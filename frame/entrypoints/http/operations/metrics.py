@@ -61,7 +61,7 @@ TRANSFERS = (
     ("kv_leased_blocks", "leased_blocks", "Their blocks.", False),
     ("kv_oldest_lease_seconds", "oldest_lease_seconds", "Age of the oldest of these prompts.", False),
     ("kv_expired_leases", "expired_leases", "Kept prompts that no decode server has read.", True),
-    ("kv_refused_leases", "refused_leases", "Prompts that were not kept because the tier's max_leases were.", True),
+    ("kv_refused_leases", "refused_leases", "Prompts that were kept no longer, so that others found a place.", True),
 )
 PHASES = ("store", "acquire", "read", "check", "insert")  # of a transfer; the first one on the prefill server
 REASONS = ("stop", "length", "abort", "error")
