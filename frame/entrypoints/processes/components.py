@@ -244,7 +244,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
         clock = time.perf_counter()
         drafter = _build_drafter(resolved, parts, model, context)
     configured = kv_geometry(model_config, tp.size, resolved.page_size, resolved.kv_dtype)
-    geometry = model_geometry(model, configured, drafter and drafter.model)
+    geometry = model_geometry(model, configured, None if drafter is None else drafter.model)
     if pipeline is not None:
         geometry = add_groups(geometry, _list_groups(geometry, pipeline.hidden, device))
         _check_stages(resolved, geometry)
@@ -404,7 +404,7 @@ def _build_drafter(resolved: Resolved, parts: Parts, target: Model, build: Build
     make, context, checkpoint = prepared
     model, report = load_model(make, context, checkpoint)
     kinds = {group.kind for group in model_geometry(model, KVGeometry((), 1, build.dtype)).groups}
-    # the indexer of a prediction layer has a number of its own, that of a draft model one of its target
+    # the indexer of a prediction layer has an index of its own, a draft model one of the target
     known = {"tokens"} if parts.draft is not None else {"tokens", "sidecar"}
     if not kinds <= known or (parts.draft is not None and not kinds):
         raise ConfigurationError("speculative.draft_model_path has layers with a window, a state or an indexer; name a draft model without")
