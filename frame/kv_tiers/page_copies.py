@@ -87,7 +87,7 @@ class PageCopies:
         return next((buffer for buffer in copies if buffer.device == self._device), None)
 
     def _find_places(self, buffers: Sequence[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-        staging = iter(self.staging.unbind())
+        staging = iter(self.staging[: len(buffers)].unbind())  # views of all of it would take 0.1 s
         return [next(staging) if (place := self._find_place(copies)) is None else place for copies in buffers]
 
     def _move(self, blocks: np.ndarray, places: Sequence[torch.Tensor], *, is_store: bool) -> None:

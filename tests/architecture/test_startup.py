@@ -14,7 +14,7 @@ from tests.architecture.source import is_under, package
 HEAVY = ("torch", "transformers", "triton", "starlette", "uvicorn", "safetensors")
 NO_TORCH = ("torch", "transformers", "triton")
 YARDSTICK = ("click", "pydantic", "yaml", "email.message", "importlib.metadata")  # a small part of what a command loads
-MAX_MAIN, MAX_ENGINE = 305, 183  # modules of frame in the main process and the engine's, before plugins
+MAX_MAIN, MAX_ENGINE = 305, 184  # modules of frame in the main process and the engine's, before plugins
 MAXIMUM = 8.0  # times that; torch alone takes more than ten
 
 PROBE = """

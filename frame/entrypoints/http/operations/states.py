@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 from fastapi import Query
 
 from frame.core.interfaces.runner import MEMORY_TAGS
+from frame.entrypoints.engine_client.replicas import ReplicaClient
 from frame.entrypoints.http.operations.admin import ControlResult, send_control
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
-from frame.entrypoints.http.response_types import declare
+from frame.entrypoints.http.response_types import array, declare
 
 router = ApiRouter(access=Access.ADMIN)
 
@@ -25,6 +26,15 @@ WakeResult = declare(
     needs_weights=bool,
 )
 PauseStatus = declare("PauseStatus", status=str)
+RankLoad = declare(
+    "RankLoad",
+    doc="Requests of a replica, and the tokens of its KV cache that are in use.",
+    dp_rank=int,
+    num_reqs=int,
+    num_running_reqs=int,
+    num_waiting_reqs=int,
+    num_tokens=int,
+)
 IsPaused = declare("IsPaused", is_paused=bool)
 IsSleeping = declare("IsSleeping", is_sleeping=bool)
 
@@ -82,6 +92,25 @@ async def release_memory_occupation(services: ServicesDep, request: MemoryBody |
 async def resume_memory_occupation(services: ServicesDep, request: MemoryBody | None = None) -> Any:
     """Map the engine's memory again."""
     return await send_control(services, "wake", tags=_list_tags(None if request is None else request.tags))
+
+
+@router.get("/get_load", responses=responds_with(array(RankLoad)))
+async def get_load(services: ServicesDep) -> Any:
+    """The load of each replica, by which a trainer waits until a pause holds: then none of its
+    requests runs."""
+    client, is_paused = services.client, services.client.commands.is_paused
+    loads = [each.load for each in (client.clients if isinstance(client, ReplicaClient) else [client])]
+    return [
+        {
+            "dp_rank": rank,
+            "num_reqs": load.running + load.waiting,
+            "num_running_reqs": 0 if is_paused else load.running,
+            "num_waiting_reqs": load.waiting + load.running * is_paused,
+            "num_tokens": load.used_pages * services.resolved.page_size,
+        }
+        for rank, load in enumerate(loads)
+        if load is not None
+    ]
 
 
 # vLLM ---------------------------------------------------------------------------------------------

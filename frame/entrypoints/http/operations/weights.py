@@ -68,14 +68,14 @@ class BufferEntry(RequestBody):
 
 class GroupBody(RequestBody):
     """The trainer is rank 0 of the group, and serves its store at `master_address`. The ranks of
-    this server follow from `rank_offset` on."""
+    this server follow from `rank_offset` on. `backend`: null: nccl on a GPU, gloo elsewhere."""
 
     master_address: str
     master_port: int
     rank_offset: int
     world_size: int
     group_name: str = GROUP
-    backend: str = "nccl"
+    backend: str | None = None
 
 
 class GroupName(RequestBody):
@@ -194,7 +194,7 @@ async def transfer_weights(request: TransferBody, services: ServicesDep) -> Any:
 @router.post("/init_weights_update_group", dependencies=[SMALL_BODY], responses=responds_with(WeightResult))
 async def init_group(request: GroupBody, services: ServicesDep) -> Any:
     """Join a process group of a trainer; the response comes when all ranks have joined."""
-    return await _send(services, step="open", kind="group", name=request.group_name, info=request.model_dump())
+    return await _open_group(services, request.group_name, request.model_dump())
 
 
 @router.post("/destroy_weights_update_group", dependencies=[SMALL_BODY], responses=responds_with(WeightResult))
@@ -266,9 +266,7 @@ async def init_transfer(request: InitBody, services: ServicesDep) -> Any:
     _refuse_packed(info.packed, "init_info.packed")
     if info.master_address is None:
         return await _send(services, step="open", kind="ipc")
-    backend = info.backend or ("nccl" if services.resolved.device == "cuda" else "gloo")
-    fields = {**info.model_dump(exclude={"packed"}), "backend": backend, "group_name": GROUP}
-    return await _send(services, step="open", kind="group", name=GROUP, info=fields)
+    return await _open_group(services, GROUP, {**info.model_dump(exclude={"packed"}), "group_name": GROUP})
 
 
 @router.post("/start_weight_update", dependencies=[SMALL_BODY], responses=responds_with(WeightResult))
@@ -334,6 +332,11 @@ def _version_fields(request: VersionFields) -> dict[str, Any]:
         "partial": request.partial,
         "abort": request.abort_all_requests,
     }
+
+
+async def _open_group(services: Services, name: str, info: dict[str, Any]) -> Any:
+    backend = info["backend"] or ("nccl" if services.resolved.device == "cuda" else "gloo")
+    return await _send(services, step="open", kind="group", name=name, info={**info, "backend": backend})
 
 
 async def _send(services: Services, **arguments: Any) -> dict[str, Any]:

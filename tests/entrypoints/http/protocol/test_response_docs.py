@@ -69,7 +69,7 @@ REQUESTS: list[tuple[str, str, Any]] = [
         "/v1/models/frame-tiny", "/version", "/load", "/tokenizer_info", "/model_info", "/get_model_info", "/server_info",
         "/get_server_info", "/get_weight_version", "/page/live.json", "/page/history.json", "/page/cache.json", "/page/about.json", "/",
         "/page/page.js", "/docs",
-        "/openapi.json", "/is_paused", "/is_sleeping", "/api/tags", "/api/ps", "/api/version",
+        "/openapi.json", "/is_paused", "/is_sleeping", "/get_load", "/api/tags", "/api/ps", "/api/version",
     )),
     # Errors, each in the shape of its API
     ("POST", "/v1/chat/completions", {"messages": 3}),
