@@ -377,9 +377,7 @@ def bound_lengths(batch: ForwardBatch) -> ForwardBatch:
     def bound(view: ForwardBatch) -> ForwardBatch:
         return replace(view, host=replace(view.host, seq_lens=max_length)) if view.seq_lens is batch.seq_lens else view
 
-    bounded = {id(view): bound(view) for view in (batch.views or {}).values()}
-    views = None if batch.views is None else {layer: bounded[id(view)] for layer, view in batch.views.items()}
-    return replace(bound(batch), views=views)
+    return replace(bound(batch), views=batch.views and {layer: bound(view) for layer, view in batch.views.items()})
 
 
 def create_graph_pool(platform: Platform) -> object | None:

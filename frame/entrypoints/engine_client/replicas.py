@@ -283,3 +283,8 @@ class ReplicaClient:
         if action == "server_info":
             data["replicas"] = [reply.data for reply in replies]
         return msgspec.structs.replace(replies[0], data=data)
+
+
+def list_clients(client: EngineClient | ReplicaClient) -> Sequence[EngineClient]:
+    """The client of each replica."""
+    return client.clients if isinstance(client, ReplicaClient) else [client]

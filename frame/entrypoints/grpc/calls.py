@@ -37,7 +37,6 @@ STATUS = {
 }
 MAX_METADATA = 128  # of a call
 NO_DEADLINE = 1e8  # seconds; grpc reports more than this for a call without a deadline
-OPERATORS = frozenset({"Abort", "ServerInfo"})  # whose methods ask for the admin key
 UNTRACED = frozenset({"ServerInfo"})  # polled by monitoring
 
 
@@ -110,10 +109,10 @@ class CallHandlers:
         self._sessions = PlaceShares(reader.max_sessions, num_keys)
 
     @asynccontextmanager
-    async def admit(self, context: Any, is_session: bool, is_operators: bool = False) -> AsyncIterator[KeyHolder | None]:
-        """The holder of a call's key, None without keys, and of an operator's method with the admin
-        key alone. The call holds a place meanwhile. Refused calls, and those with an ApiError, end
-        with a status."""
+    async def admit(self, context: Any, is_session: bool, *, is_operators: bool = False) -> AsyncIterator[KeyHolder | None]:
+        """The holder of a call's key, None without keys. is_operators: a call of an operator's
+        method, which the admin key admits alone. The call holds a place meanwhile. Refused calls,
+        and those with an ApiError, end with a status."""
         failed: ApiError | None = None
         holder, headers = None, headers_of(context.invocation_metadata())
         if self._keys is not None:
@@ -142,16 +141,18 @@ class CallHandlers:
             if failed is not None:
                 await abort(context, failed)
 
-    def wrap_unary(self, name: str, method: Method, kind: Any) -> Callable[[Any, Any], Awaitable[None]]:
+    def wrap_unary(self, name: str, method: Method, kind: Any, *, is_operators: bool = False) -> Callable[[Any, Any], Awaitable[None]]:
         """A method with one request, of class `kind`, which counts in its key's quota."""
 
         async def handle(_: Any, context: Any) -> None:
-            async with self.admit(context, False, name in OPERATORS) as holder:
+            async with self.admit(context, False, is_operators=is_operators) as holder:
                 tenant = "" if holder is None else holder.tenant
                 with self._services.quotas.open_lease(tenant) as lease:
                     caller = GrpcCaller(context, holder, lease)
                     request, size = await self._reader.read_only(context, tenant, kind)
                     try:
+                        if is_operators:
+                            self._admin.check(caller.headers, holder)
                         reply = await run_call(self._services, caller, name, method(request, caller))
                     finally:
                         self._reader.release(size, tenant)

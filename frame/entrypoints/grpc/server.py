@@ -30,6 +30,7 @@ from frame.entrypoints.logs import report
 from frame.entrypoints.tls import Certificate, load_certificate
 
 HEALTH_INTERVAL = 0.2  # seconds between updates of the health status
+OPERATORS = frozenset({"Abort", "ServerInfo"})  # methods that need the admin key
 MAX_CALLS_PER_CONNECTION = 256
 MAX_PENDING_CALLS = 32 * MAX_CALLS_PER_CONNECTION  # of all connections
 CLOSE_TIMEOUT = 0.5  # seconds in which running calls may send their last messages
@@ -134,7 +135,7 @@ def _handlers(services: Services, calls: CallHandlers, reader: MessageReader) ->
         if method.client_streaming:
             handle = calls.wrap_stream(service.generate_stream, reads)
         else:
-            handle = calls.wrap_unary(name, acts[name], reads)
+            handle = calls.wrap_unary(name, acts[name], reads, is_operators=name in OPERATORS)
         handlers[name] = grpc.stream_stream_rpc_method_handler(handle, response_serializer=writes)
     return grpc.method_handlers_generic_handler(SERVICE, handlers)
 

@@ -24,7 +24,6 @@ from frame.entrypoints.http.failures import failure, raise_failed, too_many
 from frame.entrypoints.http.native.generate import GenerateRequest, to_sampling_params
 from frame.entrypoints.http.native.tokenizing import detokenize_ids
 from frame.entrypoints.http.paced_json import INLINE_VALUES, run_turns
-from frame.entrypoints.http.protocol.access import AdminGuard
 from frame.entrypoints.http.request_body import RequestOptions
 from frame.entrypoints.http.request_context import ADAPTER
 from frame.entrypoints.http.request_starter import RequestPlan, countable_tokens, encode_prompt, limit_unread_tokens, start_request
@@ -51,7 +50,6 @@ class Service:
         self._services = services
         self._schema = schema
         self._release = release  # gives the bytes of a message back to the pool
-        self._admin = AdminGuard(services.resolved.user.server, is_dedicated=False, has_keys=services.keys is not None)
 
     async def generate(self, request: Any, caller: GrpcCaller) -> None:
         await self._put_replies(request, caller, caller.context.write)
@@ -70,7 +68,6 @@ class Service:
             await session.close(reading)
 
     async def abort(self, request: Any, caller: GrpcCaller) -> Any:
-        self._admin.check(caller.headers, caller.holder)
         if not request.all and not any(request.ids):
             raise ApiError(400, "ids is empty; give the ids of requests, or set all", "ids")
         self._services.client.abort_requests([] if request.all else [name for name in request.ids if name])
@@ -90,7 +87,6 @@ class Service:
         return self._schema["DetokenizeReply"](text=text)
 
     async def server_info(self, request: Any, caller: GrpcCaller) -> Any:
-        self._admin.check(caller.headers, caller.holder)
         services = self._services
         load = services.client.load
         return self._schema["ServerInfoReply"](

@@ -157,6 +157,8 @@ def await_trainer(info: GroupInfo, timeout: float, left: threading.Event) -> Non
 
 
 def await_answer(connection: socket.socket, deadline: float, left: threading.Event) -> None:
+    """Return when something comes over the connection, or its end. deadline: of `time.monotonic`.
+    Raises as `await_trainer`."""
     while not left.is_set():
         with contextlib.suppress(TimeoutError):
             connection.recv(64)  # of a store that does not know the ping: its end of the connection

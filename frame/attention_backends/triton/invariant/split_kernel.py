@@ -19,7 +19,7 @@ from frame.kernels.launch import launch_dependents, wait_for_previous
 # Splits of SHORT keys up to key EDGE, of LONG from there on: one request with a short context
 # occupies the device, and the splits of a long one remain few.
 EDGE, SHORT, LONG = tl.constexpr(16384), tl.constexpr(256), tl.constexpr(2048)
-NUM_SHORT = tl.constexpr(64)  # EDGE / SHORT
+NUM_SHORT = tl.constexpr(EDGE.value // SHORT.value)
 UNROLL = tl.constexpr(4)  # splits that a merging program loads at once
 
 

@@ -18,7 +18,7 @@ from frame.core.scheduling.request_outline import join_outlines
 from frame.entrypoints.engine_client.adapter_registry import AdapterRegistry
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import EngineDeadError
-from frame.entrypoints.engine_client.replicas import ReplicaClient
+from frame.entrypoints.engine_client.replicas import ReplicaClient, list_clients
 from frame.entrypoints.http.operations.alerts import MINUTE, find_alerts
 from frame.entrypoints.http.operations.cache_feed import CacheFeed
 from frame.entrypoints.http.operations.live_history import COLUMNS, INTERVAL, LiveHistory
@@ -102,8 +102,7 @@ class LiveFeed:
 
     @property
     def _clients(self) -> Sequence[EngineClient]:
-        client = self._sources.client
-        return client.clients if isinstance(client, ReplicaClient) else [client]
+        return list_clients(self._sources.client)
 
     async def _outline(self) -> dict[str, Any]:
         """What the requests of all replicas do; those of a replica that does not respond in time

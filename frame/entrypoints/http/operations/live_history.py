@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from frame.entrypoints.engine_client.client import EngineClient
-from frame.entrypoints.engine_client.replicas import ReplicaClient
+from frame.entrypoints.engine_client.replicas import ReplicaClient, list_clients
 from frame.interfaces.stats import RequestRecord, StatLogger, StepRecord
 
 INTERVAL = 5.0  # seconds between two samples
@@ -127,6 +127,6 @@ class LiveHistory:
 
     def _measure_imbalance(self) -> float:
         """Of the worst replica."""
-        clients = self._client.clients if isinstance(self._client, ReplicaClient) else [self._client]
+        clients = list_clients(self._client)
         layers = [each.load.expert_imbalance for each in clients if each.load is not None and each.load.expert_imbalance]
         return max((float(np.mean(each)) for each in layers), default=float("nan"))

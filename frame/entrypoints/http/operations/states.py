@@ -1,5 +1,6 @@
-"""Routes for operators that stop the engine and start it again: pauses, and releases of its memory,
-as SGLang's and vLLM's clients send them. Must not know a device."""
+"""Routes for operators that stop the engine and start it again, and that tell whether it has
+stopped: pauses, and releases of its memory, as SGLang's and vLLM's clients send them. Must not know
+a device."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Query
 
 from frame.core.interfaces.runner import MEMORY_TAGS
-from frame.entrypoints.engine_client.replicas import ReplicaClient
+from frame.entrypoints.engine_client.replicas import list_clients
 from frame.entrypoints.http.operations.admin import ControlResult, send_control
 from frame.entrypoints.http.protocol.api_route import SMALL_BODY, Access, ApiRouter, ServicesDep, responds_with
 from frame.entrypoints.http.request_body import RequestBody
@@ -98,8 +99,7 @@ async def resume_memory_occupation(services: ServicesDep, request: MemoryBody | 
 async def get_load(services: ServicesDep) -> Any:
     """The load of each replica, by which a trainer waits until a pause holds: then none of its
     requests runs."""
-    client, is_paused = services.client, services.client.commands.is_paused
-    loads = [each.load for each in (client.clients if isinstance(client, ReplicaClient) else [client])]
+    is_paused, loads = services.client.commands.is_paused, [client.load for client in list_clients(services.client)]
     return [
         {
             "dp_rank": rank,
