@@ -4,7 +4,8 @@ prints one JSON object.
 Requests of the grammars of `structured_http.py` draw evenly among the allowed tokens of a made
 vocabulary. Measured are accepting the tokens and filling the masks of a step (`GrammarCalls`), in
 CPU microseconds of the engine's thread and of the process. Later rounds have new requests of the
-same grammars; `distinct` has new grammars. `--profile` prints where the last round spends its time.
+same grammars; `distinct` has new grammars. With `--processes N`, which needs this folder in
+PYTHONPATH, N processes call the grammars. `--profile` prints where the last round spends its time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import pstats
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,15 +27,19 @@ from made_tokenizer import MadeTokenizer
 from structured_http import array_schema, numbered_schema
 from structured_throughput import EBNF
 
-from frame.core.interfaces.sampling import GrammarContext
+from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
+from frame.entrypoints.processes import call_process
+from frame.entrypoints.processes.call_process import GrammarCallProcess, MaskMemory
 from frame.plugins.grammar_backends import llguidance
 from frame.structured_output import grammar_masks, grammar_threads
 from frame.structured_output.grammar_calls import GrammarMeter, MeteredGrammar
 from frame.structured_output.grammar_masks import GrammarCalls
 from frame.structured_output.jump_forward import JumpForward
+from frame.structured_output.remote_calls import NUM_BUFFERS, ProcessPool, RemoteCalls
+from frame.structured_output.served_calls import JumpSettings
 
 Source = tuple[str, str]  # kind and text of a grammar
 
@@ -75,7 +81,8 @@ def draw(masks: np.ndarray, numbers: np.random.Generator) -> list[int]:
 class Rounds:
     """Rounds of `count` requests over `steps` steps."""
 
-    def __init__(self, backend: llguidance.LLGuidanceBackend, vocab_size: int, count: int, steps: int) -> None:
+    def __init__(self, backend: GrammarBackend, vocab_size: int, count: int, steps: int, pool: ProcessPool | None) -> None:
+        self._pool = pool
         self._backend, self._vocab_size, self._count, self._steps = backend, vocab_size, count, steps
         self._numbers = np.random.default_rng(0)
 
@@ -86,7 +93,10 @@ class Rounds:
                 grammars[source] = self._backend.compile(*source)
         table = RequestTable(self._count, 1)
         running = cast("Any", SimpleNamespace(table=table))
-        calls = GrammarCalls(self._vocab_size, jumps=JumpForward(running, 2, rows=4))
+        calls: Any = GrammarCalls(self._vocab_size, jumps=JumpForward(running, 2, rows=4))
+        if self._pool is not None:
+            calls = RemoteCalls(self._pool, lambda request, run: None)
+            calls.close = lambda: None  # later rounds use the processes
         requests = []
         for i, source in enumerate(asked):
             tokens = np.zeros(4, np.int32)
@@ -97,22 +107,28 @@ class Rounds:
             requests.append(request)
         slots = np.array([request.slot for request in requests])
         masks = calls.fill_masks(table, slots)
-        thread = process = 0.0
+        thread = process = wall = 0.0
         for _ in range(self._steps):
             assert masks is not None and not calls.take_stopped(), "a mask was slow"
             drawn = [(request, [token]) for request, token in zip(requests, draw(masks, self._numbers), strict=True)]
-            began, began_process = time.thread_time(), time.process_time()
+            began, began_process, began_wall = time.thread_time(), time.process_time(), time.perf_counter()
             if profile is not None:
                 profile.enable()
             ends = calls.accept_tokens(drawn, self._count)
+            accepted = time.perf_counter()
             masks = calls.fill_masks(table, slots)
             if profile is not None:
                 profile.disable()
+            wall += accepted - began_wall
             thread, process = thread + time.thread_time() - began, process + time.process_time() - began_process
             assert not any(ends), ends
         calls.close()
         per_token = 1e6 / self._count / self._steps
-        return {"thread_us": round(thread * per_token, 2), "process_us": round(process * per_token, 2)}
+        return {
+            "thread_us": round(thread * per_token, 2),
+            "process_us": round(process * per_token, 2),
+            "accept_wall_us": round(wall * per_token, 2),
+        }
 
 
 def main() -> None:
@@ -123,13 +139,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sharing", type=int, default=8, help="requests of a grammar that share masks: half of a host's cores")
     parser.add_argument("--only", nargs="+", default=["schema", "distinct", "tools"], help="schema, schemas, distinct, tools, ebnf")
+    parser.add_argument("--processes", type=int, default=0, help="that call the grammars; 0: this one")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     llguidance.SHARING_REQUESTS = options.sharing
     grammar_masks.CROWDED_SECONDS = grammar_masks.QUICK_SECONDS = grammar_threads.QUICK_SECONDS = 10.0  # few cores: no row leaves
-    backend = llguidance.LLGuidanceBackend(GrammarContext(MadeTokenizer(options.vocab), options.vocab))
     gc.disable()  # an engine collects where no request waits
-    rounds = Rounds(backend, options.vocab, options.rows, options.steps)
+    pool = start_pool(options.processes, options.rows, options.vocab) if options.processes else None
+    backend = make_backend(options.vocab) if pool is None else pool.start_backend()
+    rounds = Rounds(backend, options.vocab, options.rows, options.steps, pool)
     found: dict[str, list[dict[str, float]]] = {}
     for kind in options.only:
         grammars: dict[Source, Any] = {}
@@ -143,5 +161,19 @@ def main() -> None:
     print(json.dumps({**{key: value for key, value in vars(options).items() if key != "profile"}, "machine": machine, "us": found}))
 
 
+def make_backend(vocab_size: int, threads: int | None = None) -> GrammarBackend:
+    return llguidance.LLGuidanceBackend(GrammarContext(MadeTokenizer(vocab_size), vocab_size, threads=threads))
+
+
+def start_pool(count: int, rows: int, vocab_size: int) -> ProcessPool:
+    memory = MaskMemory((NUM_BUFFERS, rows, -(-vocab_size // 32)))
+    jumps, threads = JumpSettings(2, 4, 0, count), max(1, (os.cpu_count() or 1) // count)
+    return ProcessPool(partial(GrammarCallProcess, "", vocab_size, memory, threads, jumps, [sys.executable, __file__]), count, memory.masks)
+
+
 if __name__ == "__main__":
+    if len(sys.argv) == 5 and sys.argv[1].isdigit():  # started by `start_pool`
+        grammar_masks.CROWDED_SECONDS = grammar_masks.QUICK_SECONDS = grammar_threads.QUICK_SECONDS = 10.0
+        call_process.main(lambda setup: make_backend(setup.vocab_size, setup.threads))
+        os._exit(0)
     main()

@@ -98,7 +98,7 @@ class WrappedGrammar:
     """What a grammar that calls another one has of it unchanged."""
 
     def __init__(self, grammar: Grammar) -> None:
-        self._grammar = grammar
+        self.wrapped = self._grammar = grammar
         self.batch: MaskBatch | None = getattr(grammar, "batch", None)  # see `BatchedGrammar`
         self.origin: int = getattr(grammar, "origin", 0)  # see `SteppingGrammar`
 

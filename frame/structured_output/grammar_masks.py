@@ -53,7 +53,6 @@ MIN_MEASURED = 2  # of a request, before its masks are filled in batches
 KNOWN_MEASURED = 8  # of a request, while the masks of a step take longer than `CROWDED_SECONDS`
 MEASURED_SHARE = 1 / 16  # of the masks after that
 MAX_MEASURED = 4  # masks of a step after that, in the mean
-# Tokens are accepted in slices of a step's rows; the masks of a slice are filled meanwhile.
 NUM_SLICES = 4
 MIN_SPARE = 2  # masks of steps: a step has up to two memories, and the device may read those of the last one
 MIN_SLICE_ROWS = 16
@@ -91,9 +90,11 @@ class _Filling:
 class GrammarCalls(StepGrammars):
     """Makes the grammar calls of a scheduler's steps. Masks do not depend on the thread that
     computes them. jumps: appends forced tokens once the masks of a step are filled; None: all are
-    sampled."""
+    sampled. slices: of a step's rows; the masks of one are filled while the tokens of the next are
+    accepted."""
 
-    def __init__(self, vocab_size: int, threads: int | None = None, jumps: JumpForward | None = None) -> None:
+    def __init__(self, vocab_size: int, threads: int | None = None, jumps: JumpForward | None = None, slices: int = NUM_SLICES) -> None:
+        self._slices = slices
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._words = -(-vocab_size // 32)
         self._jumps = jumps
@@ -152,7 +153,7 @@ class GrammarCalls(StepGrammars):
         fill their masks."""
         calls: dict[int, GrammarCall] = {}
         fills: list[GrammarCall] = []
-        slice_rows = max(MIN_SLICE_ROWS, -(-len(rest) // NUM_SLICES))
+        slice_rows = max(MIN_SLICE_ROWS, -(-len(rest) // self._slices))
         # While the masks of a slice are computed, the grammars of the next one must be free.
         rest.sort(key=lambda i: getattr(drawn[i][0].grammar, "origin", 0))
         for number, i in enumerate(rest, 1):

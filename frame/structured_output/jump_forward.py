@@ -202,10 +202,13 @@ class JumpForward:
     """Appends forced tokens to running requests. `fewest`: minimum length of a run. `rows`:
     a run must have one token for each `rows` rows of the step, since a longer row delays the
     others; 0: no such limit. `tokens`: maximum tokens of a step with runs, which is then computed
-    as single rows (at most `MAX_SINGLE_TOKEN_ROWS` of its runs); 0: unlimited."""
+    as single rows (at most `MAX_SINGLE_TOKEN_ROWS` of its runs); 0: unlimited. `parts`: processes
+    that share the rows of a step, which has `num_samples` in all; 0: those of `apply_jumps`."""
 
-    def __init__(self, running: RunningSet, fewest: int, rows: int = 0, tokens: int = 0) -> None:
+    def __init__(self, running: RunningSet, fewest: int, rows: int = 0, tokens: int = 0, parts: int = 1) -> None:
         self.num_tokens = 0  # jumped over: no step sampled them
+        self.num_samples = 0
+        self._parts = parts
         self._running = running
         self._fewest = fewest
         self._rows = rows
@@ -223,10 +226,11 @@ class JumpForward:
         """Append forced tokens to the sampling rows of a step whose masks were just filled. All
         steps before it must be committed. A row that jumps samples the first token of its run.
         slots: one entry per sample; rows with a draft, which have several, do not jump."""
-        table, fewest = self._running.table, max(self._fewest, len(slots) // self._rows if self._rows else 0)
+        num_samples = self.num_samples or len(slots)
+        table, fewest = self._running.table, max(self._fewest, num_samples // self._rows if self._rows else 0)
         self._minimum.length = fewest
         a = table.arrays
-        room = min(MAX_SINGLE_TOKEN_ROWS, self._tokens - len(slots)) if self._tokens else MAX_FORCED_TOKENS * len(slots)
+        room = min(MAX_SINGLE_TOKEN_ROWS, self._tokens - num_samples) // self._parts if self._tokens else MAX_FORCED_TOKENS * len(slots)
         if fewest > MAX_FORCED_TOKENS:
             return
         is_repeated = slots[1:] == slots[:-1]
@@ -247,4 +251,3 @@ class JumpForward:
                 room -= len(run)
                 self._running.extend_request(request, run)
                 self.num_tokens += len(run) - 1
-

@@ -89,6 +89,10 @@ def check_speculation(config: FrameConfig, task: Task, model_config: ModelConfig
             f"speculative.synthetic_acceptance_length is {length}, and speculative.num_steps {speculative.num_steps} allows"
             f" {speculative.num_steps + 1} tokens a step; lower the one or raise the other."
         )
+    if config.sampling.grammar_mask_processes and (speculative.algorithm is not None or num_groups > 1):
+        what = "drafts" if num_groups == 1 else "attention groups (parallel.dp_attention)"
+        sentence = f"sampling.grammar_mask_processes is {config.sampling.grammar_mask_processes}, and these processes take no {what}."
+        raise ResolveError(sentence, change="sampling.grammar_mask_processes: 0")
     if speculative.algorithm is None:
         if length is not None:
             raise ResolveError("speculative.synthetic_acceptance_length is set; name a drafter in speculative.algorithm.")

@@ -202,12 +202,14 @@ class GrammarContext:
     """The tokens that a grammar backend compiles for.
 
     without_limits: enters a context without the limits on time and memory of a compilation. A
-    `compile` that needs a library which is slow to load imports it there.
+    `compile` that needs a library which is slow to load imports it there. threads: that compute
+    masks in this process; None: as the host has cores.
     """
 
     tokenizer: Any  # frame.text.tokenizer.Tokenizer.backend; its `eos_token_ids` below vocab_size may end an output
     vocab_size: int  # tokens in a mask; may exceed the tokenizer's
     without_limits: Callable[[], AbstractContextManager[None]] = nullcontext
+    threads: int | None = None
 
 
 class GrammarBackend(ABC):

@@ -181,11 +181,14 @@ def select_classes(config: FrameConfig, classes: Sequence[type]) -> FrameConfig:
     from frame.plugins.files import name_class
 
     chosen: dict[str, dict[str, Any]] = {}
+    sampling = config.sampling
     for target in classes:
         kind, name = name_class(target)
         is_parallel = config.parallel.tp > 1 or config.parallel.pp > 1
-        if is_parallel or (kind.name == "grammar_backend" and config.sampling.grammar_workers):
-            change = "parallel.tp: 1 and parallel.pp: 1" if is_parallel else "sampling.grammar_workers: 0"
+        if is_parallel or (kind.name == "grammar_backend" and (sampling.grammar_workers or sampling.grammar_mask_processes)):
+            parts = {"grammar_workers": sampling.grammar_workers, "grammar_mask_processes": sampling.grammar_mask_processes}
+            zeros = " and ".join(f"sampling.{name}: 0" for name, count in parts.items() if count)
+            change = "parallel.tp: 1 and parallel.pp: 1" if is_parallel else zeros
             sentence = f"{target.__qualname__} is a class of this process, which the processes of the engine cannot import"
             raise PluginError(f"{sentence}; set {change}, or write it to a file and set plugins.paths")
         if not kind.key:

@@ -8,6 +8,7 @@ decides where that is.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -27,13 +28,13 @@ from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmKernel
 from frame.core.interfaces.model import ModelContext
 from frame.core.interfaces.platform import Platform, PlatformContext, SupportsSleep, SupportsStreams
 from frame.core.interfaces.runner import ModelRunner
-from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarCapabilities
+from frame.core.interfaces.sampling import GRAMMAR_KINDS, GrammarBackend, GrammarCapabilities
 from frame.core.ipc.transport import Transport
 from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.step_features import NoAdapters, RequestAdapters, RequestTiers
-from frame.entrypoints.processes.build_scheduler import build_schedulers
+from frame.entrypoints.processes.build_scheduler import ROWS_A_TOKEN, build_schedulers
 from frame.entrypoints.processes.components import Loaded, LoadedKernel, Parts, RunnerPlan, build_runner, prepare_drafter
 from frame.entrypoints.processes.grammar_process import GrammarProcess, load_backend
 from frame.entrypoints.processes.join_groups import Place, join_groups
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from frame.kv_tiers.build import TierSettings
     from frame.loading.update_copy import UpdateCopy
     from frame.parallel.tp_follower import OrderedTiers
+    from frame.structured_output.remote_calls import ProcessPool
 
 
 def load_parts(resolved: Resolved, registry: Registry) -> Parts:
@@ -282,14 +284,33 @@ def add_group(resolved: Resolved, runner: ModelRunner, rank: TorchModelRunner, n
     return GroupRunner(runner, plan.find_group(number), rank.inputs.table.padding_slot, resolved.max_context)
 
 
-def build_grammars(resolved: Resolved, registry: Registry) -> GrammarCompiler | None:
+def build_pool(resolved: Resolved) -> ProcessPool | None:
+    """The processes that call grammars; None: the engine calls them."""
+    count = resolved.user.sampling.grammar_mask_processes
+    if not count or not resolved.plugins.get("grammar_backend") or resolved.tokenizer_path is None:
+        return None
+    from frame.entrypoints.processes.call_process import GrammarCallProcess, MaskMemory
+    from frame.structured_output.remote_calls import NUM_BUFFERS, ProcessPool
+    from frame.structured_output.served_calls import JumpSettings
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    vocab_size = resolved.model.vocab_size
+    memory = MaskMemory((NUM_BUFFERS, resolved.max_running_requests, -(-vocab_size // 32)))
+    jumps = None
+    if resolved.jump_forward:
+        jumps = JumpSettings(resolved.jump_forward, ROWS_A_TOKEN, resolved.cuda_graph_max_bs, count)
+    start = partial(GrammarCallProcess, resolved.model_dump_json(), vocab_size, memory, max(1, cores // count), jumps)
+    return ProcessPool(start, count, memory.masks)
+
+
+def build_grammars(resolved: Resolved, registry: Registry, pool: ProcessPool | None) -> GrammarCompiler | None:
     """The grammar compiler, where there are a grammar backend and a tokenizer. A backend that the
     configuration names is loaded now, so that its failure stops the start; one chosen automatically
     is loaded in a thread, on a CPU for the first grammar."""
     choices, sampling = resolved.plugins.get("grammar_backend"), resolved.user.sampling
     if not choices or resolved.tokenizer_path is None:
         return None
-    make = cache(partial(load_backend, resolved, registry))
+    make: Callable[[], GrammarBackend] = cache(partial(load_backend, resolved, registry) if pool is None else pool.start_backend)
     if sampling.grammar is not None:
         make()
     capabilities = registry.get("grammar_backend", choices[0].name).capabilities
@@ -349,15 +370,14 @@ def build_engine(
         make_states=partial(EngineStates, weights=weights, sleep_obstacle=find_sleep_obstacle(resolved, rank.context.platform)),
         check_params=rank.processors.check_params,
     )
+    pool, tiers = build_pool(resolved), build_tiers(resolved, registry, rank, followers)
     engine = Engine(
-        build_schedulers(
-            resolved, registry, capacity.pools, _join_callbacks(callbacks), make_adapters, build_tiers(resolved, registry, rank, followers)
-        ),
+        build_schedulers(resolved, registry, capacity.pools, _join_callbacks(callbacks), make_adapters, tiers, pool),
         runner,
         transport,
         options,
         Observers(on_step=hooks.on_step, on_stop=hooks.on_stop),
-        build_grammars(resolved, registry),
+        build_grammars(resolved, registry, pool),
     )
     if hooks.on_start is not None:
         hooks.on_start(resolved=resolved)

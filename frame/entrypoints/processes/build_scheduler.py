@@ -32,6 +32,7 @@ from frame.core.scheduling.step_features import (
     RequestMedia,
     RequestTiers,
     StepFeatures,
+    StepGrammars,
 )
 from frame.interfaces.routing import RoutingContext
 from frame.latency_budget import DecodeServerBudget, LatencyBudget
@@ -43,6 +44,7 @@ from frame.structured_output.jump_forward import JumpForward
 
 if TYPE_CHECKING:
     from frame.parallel.grouped_scheduler import GroupedScheduler
+    from frame.structured_output.remote_calls import ProcessPool
 
 MakeTiers = Callable[[KVCacheManager], RequestTiers]
 ROWS_A_TOKEN = 4  # of a step: one longer row slows all rows, by a tenth on an H200 beyond 32 rows
@@ -60,13 +62,14 @@ def build_schedulers(
     on_finish: Callable[[Request, Finish], None] | None = None,
     make_adapters: Callable[[], RequestAdapters] = NoAdapters,
     make_group_tiers: Callable[[int, KVCacheManager], RequestTiers] | None = None,
+    pool: ProcessPool | None = None,
 ) -> Scheduler | GroupedScheduler:
     """The scheduler of the engine; with attention groups, one of each behind one.
     make_group_tiers: makes the tiers of a group; None: there are none."""
 
     def build(group: int) -> Scheduler:
         make_tiers = no_tiers if make_group_tiers is None else partial(make_group_tiers, group)
-        return build_scheduler(resolved, registry, pools, on_finish, make_adapters, make_tiers)
+        return build_scheduler(resolved, registry, pools, on_finish, make_adapters, make_tiers, pool=pool)
 
     if resolved.plan.num_groups == 1:
         return build(0)
@@ -85,6 +88,7 @@ def build_scheduler(
     make_adapters: Callable[[], RequestAdapters] = NoAdapters,
     make_tiers: MakeTiers = no_tiers,
     clock: Callable[[], float] = time.monotonic,
+    pool: ProcessPool | None = None,
 ) -> Scheduler:
     """The scheduler over the KV pages of these pools, that of the tokens first. A number is that of
     the pages of a model with one cache group, the reserved page included."""
@@ -138,7 +142,12 @@ def build_scheduler(
     allocator = create_allocator(resolved, registry, pools)
     target = user.scheduler.target_itl_ms
     budget = None if target is None else LatencyBudget(target / 1e3, config.token_budget)
-    features: dict[str, Any] = {"adapters": make_adapters(), "media": _create_media(resolved, budget), "make_tiers": make_tiers}
+    features: dict[str, Any] = {
+        "adapters": make_adapters(),
+        "media": _create_media(resolved, budget),
+        "make_tiers": make_tiers,
+        "pool": pool,
+    }
     if budget is not None:
         features["prompt_budget"] = budget
     elif user.disaggregation.mode == "decode":
@@ -172,13 +181,18 @@ def assemble_scheduler(
     media: RequestMedia | None = None,
     make_tiers: MakeTiers = no_tiers,
     prompt_budget: PromptBudget | None = None,
+    pool: ProcessPool | None = None,
 ) -> Scheduler:
     """A scheduler with its grammar calls and speculation, which has no drafter yet."""
     table = RequestTable(config.max_running, config.max_pages)
     kv_manager = KVCacheManager(table, cache, allocator, config.page_size)
     running = RunningSet(table, kv_manager)
     jumps = JumpForward(running, config.jump_forward, config.jump_rows, config.jump_tokens) if config.jump_forward else None
-    grammars = GrammarCalls(config.vocab_size, jumps=jumps)
+    grammars: StepGrammars = GrammarCalls(config.vocab_size, jumps=jumps)
+    if pool is not None:
+        from frame.structured_output.remote_calls import RemoteCalls
+
+        grammars = RemoteCalls(pool, running.extend_request)
     speculation = DraftScheduler(table, config.vocab_size, grammars, may_overlap=config.overlaps_drafts)
     features = StepFeatures(grammars, speculation, adapters or NoAdapters(), media or NoMedia(), make_tiers(kv_manager), prompt_budget)
     return Scheduler(config, running, policy, features, clock, on_finish)

@@ -68,7 +68,7 @@ class GrammarProcess:
         is_well, data, self.cpu_seconds, retained = msgspec.msgpack.decode(reply, type=tuple[bool, bytes, float, int])
         if retained:
             log.warning("the grammar process still holds %d MB of a compilation's memory; it is replaced", retained // 10**6)
-            _end(process)
+            end_process(process)
         if not is_well:
             raise ValueError(data.decode())
         return data
@@ -76,7 +76,7 @@ class GrammarProcess:
     def close(self) -> None:
         self._closed = True
         if self._process is not None:
-            _end(self._process)
+            end_process(self._process)
 
     def _ensure_process(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
@@ -91,12 +91,12 @@ class GrammarProcess:
         )
         self._process = process
         if _ask(process, self._config.encode(), START_SECONDS) is None or self._closed:
-            _end(process)
+            end_process(process)
             raise RuntimeError("the grammar process failed to start; the cause is in the log")
         return process
 
     def _exit_error(self, process: subprocess.Popen[bytes], kind: str) -> Exception:
-        code = _end(process)
+        code = end_process(process)
         if self._closed:
             return RuntimeError("the engine is stopping")
         if code in (-signal.SIGALRM, -signal.SIGKILL):
@@ -104,7 +104,7 @@ class GrammarProcess:
         return ValueError(f"{kind} crashes the grammar compiler (out of memory, or an error in the compiler); simplify it")
 
 
-def _end(process: subprocess.Popen[bytes]) -> int:
+def end_process(process: subprocess.Popen[bytes]) -> int:
     """End the process; returns its exit code."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(0.2)  # its pipe closes shortly before it exits
@@ -153,15 +153,18 @@ def read_message(handle: int, seconds: float = math.inf) -> bytes | None:
 
 
 def load_backend(
-    resolved: Resolved, registry: Registry, without_limits: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    resolved: Resolved,
+    registry: Registry,
+    without_limits: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    threads: int | None = None,
 ) -> GrammarBackend:
-    """The chosen grammar backend, built for the model's tokenizer. `without_limits`: see
+    """The chosen grammar backend, built for the model's tokenizer. `without_limits`, `threads`: see
     `GrammarContext`."""
     from frame.text.tokenizer import Tokenizer
 
     choice = resolved.choice("grammar_backend")
     tokenizer = Tokenizer.load(Path(resolved.tokenizer_path or ""), trust_remote_code=resolved.user.model.trust_remote_code)
-    context = GrammarContext(tokenizer, resolved.model.vocab_size, without_limits)
+    context = GrammarContext(tokenizer, resolved.model.vocab_size, without_limits, threads)
     if tokenizer.is_python:
         registry.choose(choice)
         return NoGrammars(context)

@@ -72,7 +72,8 @@ class LLMaskBatch:
     """Computes masks in the library's threads (`MaskBatch`). `handles` are grammars. Outputs in one
     state get one mask."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int | None = None) -> None:
+        self._threads = threads or min(MAX_THREADS, NUM_CORES if NUM_CORES < 4 else NUM_CORES - 2)  # the engine's threads need cores
         self._executor: LLExecutor | None = None  # the process that compiles needs no threads
 
     def fill_masks(self, handles: Sequence[LLGrammar], rows: Sequence[int], masks: np.ndarray) -> None:
@@ -100,7 +101,7 @@ class LLMaskBatch:
         if not entries:
             return
         if self._executor is None:
-            self._executor = LLExecutor(min(MAX_THREADS, NUM_CORES if NUM_CORES < 4 else NUM_CORES - 2))  # the engine's threads need cores
+            self._executor = LLExecutor(self._threads)
         # A thread gets neighbours: copies of one matcher, which share a lock.
         entries = sorted(entries, key=lambda entry: entry[0].origin)
         matchers = [(grammar.catch_up(), row) for grammar, row in entries]
@@ -300,7 +301,9 @@ class LLCompiled:
     has `COPIES_PER_MATCHER` requests, if parsing takes no longer than a step can wait.
     """
 
-    def __init__(self, parse: Callable[[], Any], source: str, stop_token_ids: frozenset[int], batch: LLMaskBatch) -> None:
+    def __init__(
+        self, parse: Callable[[], Any], source: str, stop_token_ids: frozenset[int], batch: LLMaskBatch, threads: int | None = None
+    ) -> None:
         self.batch = batch
         self.shared: SharedMasks | None = None
         self.read_states: Callable[[], SharedMasks | None] | None = None  # for requests that share masks; None: it was called
@@ -308,7 +311,8 @@ class LLCompiled:
         self._parse = parse
         self._matchers = [parse()]
         self.cost = read_cost(self.matcher.deep_copy())
-        self._maximum = MAX_MATCHERS if time.perf_counter() - began < QUICK else 1
+        self._maximum = (threads or MAX_MATCHERS) if time.perf_counter() - began < QUICK else 1
+        self._sharing_requests = SHARING_REQUESTS if threads is None else max(2, threads // 2)
         self._num_copies = [0]  # of each matcher, with requests
         self.num_quick = 0  # masks that took less than `QUICK`, since the last that took more
         self.stop_token_ids = stop_token_ids
@@ -324,7 +328,7 @@ class LLCompiled:
         return self._matchers[0]
 
     def start(self) -> LLGrammar:
-        if self.read_states is not None and sum(self._num_copies) + 1 >= SHARING_REQUESTS:
+        if self.read_states is not None and sum(self._num_copies) + 1 >= self._sharing_requests:
             self.shared, self.read_states = self.read_states(), None
         elif self.shared is not None and not self.shared.is_usable:
             self.shared = None
@@ -367,7 +371,8 @@ class LLGuidanceBackend(GrammarBackend):
         # The library has more special tokens than the tokenizer, such as Qwen3's `</think>`.
         special = (number for number, token in added.items() if token.special or self._tokenizer.is_special_token(number))
         self._special_ids = {added[number].content: number for number in special}
-        self._batch = LLMaskBatch()
+        self._threads = context.threads
+        self._batch = LLMaskBatch(context.threads)
         self._vocabulary, self._tokens = backend, cast("TokenBytes | None", None)
 
     def compile(self, kind: str, source: str) -> LLCompiled:
@@ -379,7 +384,7 @@ class LLGuidanceBackend(GrammarBackend):
         try:
             translated = self._translate(kind, source)
             has_ebnf = kind == "ebnf" or (kind == "structural_tag" and '"grammar"' in source)
-            compiled = LLCompiled(lambda: self._make_matcher(translated, has_ebnf), source, self._stops, self._batch)
+            compiled = LLCompiled(lambda: self._make_matcher(translated, has_ebnf), source, self._stops, self._batch, self._threads)
             compiled.read_states = partial(self._read_states, kind, source, compiled.add_bytes)
         except Exception as error:  # the library's translation from EBNF raises many types
             if is_work_limit(str(error)):

@@ -1,0 +1,302 @@
+"""Grammar calls in processes: masks, forced tokens and ends are those of the engine's own calls,
+whatever happens to the processes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import threading
+import time
+from array import array
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from frame.core.interfaces.sampling_params import SamplingParams
+from frame.core.messages import Finish
+from frame.core.scheduling.request import Request
+from frame.core.scheduling.request_slots import RequestTable
+from frame.structured_output import remote_calls
+from frame.structured_output.grammar_calls import BROKEN_GRAMMAR, GrammarMeter, MeteredGrammar
+from frame.structured_output.grammar_masks import GrammarCalls
+from frame.structured_output.jump_forward import JumpForward
+from frame.structured_output.remote_calls import LOST, RemoteCalls
+from frame.structured_output.served_calls import JumpSettings
+from tests.core.scheduling.scripted_grammar import BreakingScript, Free, Script
+from tests.structured_output.local_process import make_pool
+
+VOCAB = 70
+WIDTHS = {f"script {i}": [random.Random(i).choice((1, 1, 2, 5)) for _ in range(4 + i)] for i in range(6)}
+GRAMMARS: dict[str, Any] = {
+    **{name: lambda widths=widths: Script(widths, VOCAB) for name, widths in WIDTHS.items()},
+    "free": Free,
+    "breaking": lambda: BreakingScript([3] * 9, VOCAB, 4),
+}
+
+
+def make_request(number: int, grammar: Any, output: list[int] | None = None) -> Request:
+    params = SamplingParams(regex="x")
+    request = Request(str(number), np.array([1, 2], np.int32), params, 0, number, 0.0, 1e9, 40, output=array("i", output or []))
+    request.tokens = request.all_tokens()
+    request.grammar = MeteredGrammar(grammar, GrammarMeter(100.0))
+    return request
+
+
+class Extends:
+    """Takes the place of the running requests: notes forced tokens."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self.table, self.runs = table, dict[str, list[int]]()
+
+    def extend_request(self, request: Request, run: list[int]) -> None:
+        self.runs[request.rid] = run
+        self.table.arrays.num_committed_tokens[request.slot] += len(run)
+
+
+def serve(make_calls: Any, start: Any, names: list[str], before_call: Any = lambda step: None) -> list[Any]:
+    """All that the grammars of requests do until they end: masks, forced tokens and ends. start: ->
+    the grammar of a name."""
+    table = RequestTable(64, 4)
+    extends = Extends(table)
+    calls = make_calls(extends)
+    numbers = [random.Random(i) for i in range(len(names))]
+    waiting, running, seen = list(enumerate(names)), list[Request](), list[Any]()
+    for step in range(60):
+        while waiting and len(running) < 5 and (step % 3 == 0 or not running):
+            number, name = waiting.pop(0)
+            request = make_request(number, start(name))
+            assert calls.start_request(request) is None
+            table.add_request(request)
+            running.append(request)
+        if not running:
+            break
+        before_call(step)
+        masks = calls.fill_masks(table, np.array([request.slot for request in running]))
+        assert calls.take_stopped() == [] and masks is not None
+        runs, extends.runs = extends.runs, {}
+        drawn = []
+        for request, mask in zip(running, masks, strict=True):
+            bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little")[:VOCAB]
+            seen.append((request.rid, step, bits.tobytes(), runs.get(request.rid)))
+            if request.rid not in runs:
+                token = numbers[int(request.rid)].choice(np.flatnonzero(bits).tolist())
+                is_last = names[int(request.rid)] == "free" and numbers[int(request.rid)].random() < 0.2
+                drawn.append((request, [7 if is_last else token]))  # which `Free` refuses
+                table.arrays.num_committed_tokens[request.slot] += 1
+        before_call(step)
+        for (request, _), end in zip(drawn, calls.accept_tokens(drawn, len(running)), strict=True):
+            if end is not None:
+                seen.append((request.rid, step, end))
+                table.remove_request(request)
+                running.remove(request)
+        del drawn, request
+    assert not running and not waiting
+    calls.close()
+    return seen
+
+
+def serve_here(names: list[str], jumps: bool) -> list[Any]:
+    def make(extends: Any) -> GrammarCalls:
+        return GrammarCalls(VOCAB, 1, JumpForward(extends, 2) if jumps else None)
+
+    return serve(make, lambda name: GRAMMARS[name](), names)
+
+
+@pytest.mark.parametrize("jumps", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_masks_and_ends_are_those_of_the_engine(jumps: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where processes end before and between the calls of steps, or do not reply."""
+    numbers = random.Random(seed)
+    monkeypatch.setattr(remote_calls, "MAX_MOVES", 1000)
+    # The error of a mask is lost with its process; then a token that was drawn without it decides.
+    names = [numbers.choice([name for name in GRAMMARS if name != "breaking" or not seed]) for _ in range(14)]
+    pool, processes = make_pool(GRAMMARS, VOCAB, 3, JumpSettings(2, 0, 0, 3) if jumps else None)
+    backend = pool.start_backend()
+    compiled = {name: backend.load("regex", name, b"") for name in GRAMMARS}
+
+    def end_some(step: int) -> None:
+        alive = [process for process in processes if process.is_alive]
+        if seed and numbers.random() < 0.3 and len(alive) > 1:
+            numbers.choice(alive).dies_in = numbers.randrange(2)
+        deadline = time.monotonic() + 10
+        while len([process for process in processes if process.is_alive]) < 2:  # a replacement comes
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+            pool.choose()
+
+    seen = serve(lambda extends: RemoteCalls(pool, extends.extend_request), lambda name: compiled[name].start(), names, end_some)
+    assert seen == serve_here(names, jumps)
+    assert seed or any(isinstance(each[2], Finish) and each[2].code == "invalid_grammar" for each in seen)
+    if seed:
+        assert len(processes) > 3  # some were replaced
+
+
+def started(
+    names: list[str], count: int = 2, output: list[int] | None = None
+) -> tuple[Any, RemoteCalls, RequestTable, list[Request], list[Any]]:
+    pool, processes = make_pool(GRAMMARS, VOCAB, count)
+    backend = pool.start_backend()
+    calls, table, requests = RemoteCalls(pool, lambda request, run: None), RequestTable(64, 4), []
+    for i, name in enumerate(names):
+        requests.append(make_request(i, backend.load("regex", name, b"").start(), output))
+        assert calls.start_request(requests[-1]) is None
+        table.add_request(requests[-1])
+    return pool, calls, table, requests, processes
+
+
+def slots_of(requests: list[Request]) -> np.ndarray:
+    return np.array([request.slot for request in requests])
+
+
+def test_a_recovered_request_replays_its_output() -> None:
+    for output, end in (([3, 10], None), ([4, 7], BROKEN_GRAMMAR)):
+        _, calls, table, requests, _ = started(["free"], output=output)
+        calls.fill_masks(table, slots_of(requests))
+        assert calls.accept_tokens([(requests[0], [9])], 1) == [end]
+
+
+def test_a_request_that_ends_processes_ends_itself() -> None:
+    _, calls, table, requests, processes = started(["free"], 1)
+    for number in range(remote_calls.MAX_MOVES + 1):
+        processes[number].is_alive = False
+        deadline = time.monotonic() + 10
+        while len(processes) < number + 2 and number:
+            assert time.monotonic() < deadline
+        masks = calls.fill_masks(table, slots_of(requests))
+        assert masks is not None and (masks == -1).all()
+        while len(processes) < number + 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        if requests[0].grammar.member is None:  # type: ignore[union-attr]
+            break
+    assert calls.accept_tokens([(requests[0], [9])], 1) == [LOST]
+
+
+def test_errors_of_loading_are_those_of_the_backend() -> None:
+    pool, processes = make_pool(GRAMMARS, VOCAB, 2)
+    backend = pool.start_backend()
+    with pytest.raises(ValueError, match="regex is not known"):
+        backend.load("regex", "unknown", b"")
+    with pytest.raises(RuntimeError, match="odd"):
+        backend.load("regex", "odd", b"")
+    for process in processes:
+        process.is_alive = False
+    with pytest.raises(RuntimeError, match="have ended"):
+        backend.load("regex", "free", b"")
+
+
+def test_what_is_not_used_leaves_the_processes() -> None:
+    pool, calls, table, requests, processes = started([*GRAMMARS], 2)
+    other = make_request(90, pool.load("regex", "free", b"").start())
+    assert calls.start_request(other) is None
+    table.add_request(other)
+    calls.fill_masks(table, slots_of([*requests[:6], other]))
+    for request in requests:
+        table.remove_request(request)
+    del request
+    requests.clear()
+    gc.collect()
+    others = [other]
+    while len(others) < 4:  # each process gets a message
+        others.append(make_request(len(others), pool.load("regex", "free", b"").start()))
+        assert calls.start_request(others[-1]) is None
+        table.add_request(others[-1])
+    calls.fill_masks(table, slots_of(others))
+    left = [len([each for each in process.calls._table.requests if each is not None]) for process in processes]
+    assert sum(left) == 4 and min(left) == 2
+    assert [len(process.calls._compiled) for process in processes] == [4, 4]
+
+
+class Slow(Free):
+    """Its masks take CPU until the test lets it go."""
+
+    until = threading.Event()
+
+    def fill_mask(self, mask: np.ndarray) -> bool:
+        end = time.thread_time() + 30
+        while not self.until.is_set() and time.thread_time() < end:
+            sum(range(1000))
+        return False
+
+
+@pytest.mark.parametrize("fault", ["", "ends", "released"])
+def test_a_slow_call_holds_its_request_alone(fault: str) -> None:
+    Slow.until = threading.Event()
+    pool, _ = make_pool({"slow": Slow, "free": Free}, VOCAB, 2)
+    backend = pool.start_backend()
+    calls, table = RemoteCalls(pool, lambda request, run: None), RequestTable(64, 4)
+    requests = [make_request(i, backend.load("regex", name, b"").start()) for i, name in enumerate(["slow", "free"])]
+    for request in requests:
+        assert calls.start_request(request) is None
+        table.add_request(request)
+    calls.fill_masks(table, slots_of(requests))
+    assert calls.take_stopped() == requests[:1]
+    table.remove_request(requests[0])
+    calls.hold_request(requests[0])
+    assert len(calls) == 1 and calls.take_resolved() == []
+    if fault == "ends":
+        member = cast("Any", requests[0].grammar).member
+        member.process.is_alive = False
+        calls.fill_masks(table, slots_of(requests[1:]))
+        resolved = calls.take_resolved()
+    elif fault == "released":
+        assert calls.release_request(requests[0]) and not calls.release_request(requests[0])
+        Slow.until.set()
+        resolved = [(requests[0], None)]
+    else:
+        Slow.until.set()
+        deadline, resolved = time.monotonic() + 10, []
+        while not resolved:
+            assert time.monotonic() < deadline
+            resolved = calls.take_resolved()
+    assert resolved == [(requests[0], None)] and len(calls) == 0
+    Slow.until.set()
+    calls.close()
+
+
+ITEM = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+ASKED: list[dict[str, Any]] = [
+    {"json_schema": json.dumps({"type": "array", "minItems": 100, "items": ITEM})},
+    {"regex": "([a-z]{1,9} ){400}"},
+    {},
+    {"choice": ["red", "green", "blue"]},
+    {"ebnf": 'root ::= "a" root "b" | "c"'},
+]
+
+
+def generate(kill: bool = False, **settings: Any) -> list[Any]:
+    from frame import Engine
+
+    with Engine(dtype="float32", threads=1, max_model_len=256, max_running_requests=8, sampling_grammar_workers=0, **settings) as engine:
+        prompts = [[5 + (7 * i + 3 * j) % 1900 for j in range(24)] for i in range(18)]
+        params = [SamplingParams(max_tokens=60, temperature=1.0, seed=i, **ASKED[i % len(ASKED)]) for i in range(18)]
+        if kill:
+            engine.generate(prompts[:1], params[:1])
+            timer = threading.Timer(0.3, kill_mask_process)
+            timer.start()
+        return [(output.token_ids, output.finish_reason) for output in engine.generate(prompts, params)]
+
+
+def kill_mask_process() -> None:
+    import psutil
+
+    children = [each for each in psutil.Process().children(recursive=True) if any("call_process" in word for word in each.cmdline())]
+    assert len(children) == 2
+    os.kill(children[0].pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jumps", [0, 2])
+def test_outputs_of_an_engine_are_the_same(jumps: int) -> None:
+    """Two real processes, one of which is killed while it serves."""
+    pytest.importorskip("llguidance")
+    expected = generate(grammar_jump_forward=jumps)
+    assert generate(grammar_jump_forward=jumps, sampling_grammar_mask_processes=2, kill=True) == expected
