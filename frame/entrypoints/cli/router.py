@@ -11,6 +11,10 @@ from click.core import ParameterSource
 @click.command(help="Route requests to servers of the same model.")
 @click.option("--replica", "replicas", multiple=True, metavar="URL", help="A server, as http://HOST:PORT; may be repeated.")
 @click.option("--prefill", "prefills", multiple=True, metavar="URL", help="A server with --disaggregation-mode prefill; may be repeated.")
+@click.option(
+    "--prefill-timeout", type=click.FloatRange(min=0.1), default=60.0,
+    help="Seconds that prefill servers have for a prompt, before a decode server computes it.",
+)  # fmt: skip
 @click.option("--decode", "decodes", multiple=True, metavar="URL", help="A server with --disaggregation-mode decode; may be repeated.")
 @click.option("--policy", metavar="NAME", help="Routing policy, by plugin name. Default: the best-ranked one.")
 @click.option("--policy-option", "options", multiple=True, metavar="KEY=VALUE", help="A setting of the policy's own; may be repeated.")
@@ -40,6 +44,7 @@ from click.core import ParameterSource
 def command(
     replicas: tuple[str, ...],
     prefills: tuple[str, ...],
+    prefill_timeout: float,
     decodes: tuple[str, ...],
     policy: str | None,
     options: tuple[str, ...],
@@ -118,7 +123,9 @@ def command(
         )
     signals.hold()
     listener = bound_port(host, port, "--host and --port")
-    settings = RouterSettings(urls, health_interval, max_body_bytes, max_connections, prefill_urls, key, sources, certificate, targets)
+    settings = RouterSettings(
+        urls, health_interval, max_body_bytes, max_connections, prefill_urls, key, sources, certificate, targets, prefill_timeout
+    )
     admin = None
     if admin_port is not None and admin_key is not None:
         admin = bound_port(admin_host, admin_port, "--admin-host and --admin-port"), AdminKey(admin_key)

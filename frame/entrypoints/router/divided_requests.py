@@ -3,6 +3,7 @@ server."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ _Fields = dict[str, msgspec.Raw]  # values stay as they came
 _FIELDS = msgspec.json.Decoder(_Fields)
 _WHOLE = ("prompt_logprobs", "return_hidden_states", "echo", "suffix", FIELD, "lora_path")  # fields of requests that one server computes
 _ABSENT = (b"null", b"false", b'""')
+_NAME_END = re.compile(rb'"[ \t\r\n]*:')
 
 
 class _Response(msgspec.Struct):
@@ -33,6 +35,8 @@ def read_divisible(method: str, path: str, body: bytes) -> _Fields | None:
         fields = _FIELDS.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None  # the server refuses the body
+    if _count_names(body) != len(fields) + sum(map(_count_names, fields.values())):
+        return None  # a name is there twice, which the server refuses
     if any(bytes(fields[name]) not in _ABSENT for name in _WHOLE if name in fields):
         return None
     prompt = bytes(fields.get("prompt", b""))
@@ -62,6 +66,11 @@ def make_decode_body(fields: _Fields, response: bytes) -> bytes | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return msgspec.json.encode({**fields, FIELD: params}) if bytes(params).lstrip()[:1] == b"{" else None
+
+
+def _count_names(text: bytes | msgspec.Raw) -> int:
+    """The names of the objects in a JSON text, and what looks like one in its strings."""
+    return sum(1 for _ in _NAME_END.finditer(text))
 
 
 def _read_number(fields: _Fields, name: str) -> float | None:

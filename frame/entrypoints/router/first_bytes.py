@@ -29,6 +29,7 @@ class FirstBytes:
     def __init__(self) -> None:
         self.factor = 1.0
         self.suspended_until = 0.0  # time.monotonic
+        self.is_silent = False  # a request had no answer in its time, and none had one since
         self._times: deque[float] = deque(maxlen=WINDOW)  # seconds
         self._waiting: dict[int, float] = {}  # requests without a first byte: when they were sent
         self._numbers = itertools.count()
@@ -45,6 +46,7 @@ class FirstBytes:
         started = self._waiting.pop(number)
         if has_answer:
             self._times.append(now - started)
+            self.is_silent = False
         return now - started
 
     def list_ages(self, now: float) -> list[float]:
@@ -68,9 +70,14 @@ class FirstBytes:
             return
         self.factor = min(ratio, MAX_FACTOR)
         if ratio >= VERY_SLOW and may_suspend:
-            self._num_suspensions += 1
-            self.suspended_until = now + min(MAX_SUSPENSION, self._num_suspensions * SUSPENSION)
-            self._times.clear()  # it is judged anew
+            self.suspend(now)
+
+    def suspend(self, now: float, *, is_silent: bool = False) -> None:
+        """No requests for a while. It is judged anew after. is_silent: a request had no answer."""
+        self.is_silent |= is_silent
+        self._num_suspensions += 1
+        self.suspended_until = now + min(MAX_SUSPENSION, self._num_suspensions * SUSPENSION)
+        self._times.clear()
 
 
 def judge_slowness(replicas: Sequence[FirstBytes], now: float) -> list[FirstBytes]:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import re
+import time
 from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
@@ -62,6 +63,7 @@ BROADCAST_TIME = 40.0  # seconds in which each replica answers a request for all
 STATES_TIME = 910.0  # the same for those that may wait for running requests, or load weights
 STATUS = {"serving": "ok", "joining": "joining", "draining": "draining"}  # of /health, by state
 MAX_PREFILLS = 2  # prefill servers that are tried
+PREFILL_TIMEOUT = 60.0  # seconds that they have together, before a decode server computes the prompt
 HANDLE_REFUSED = (400, 413)  # a decode server may refuse what the router has added to the body, or its size
 FAILED = 400  # statuses from it on: the cache has nothing of the prompt
 MAX_ADAPTERS, MAX_ADAPTER_NAME = 4096, 1024  # names that are remembered, and the bytes of one
@@ -72,7 +74,8 @@ class Proxy:
     """Passes requests to replicas. `max_body`: bytes of a request. Those of all requests are
     bounded by `AT_ONCE` times as many; a request beyond is refused with status 503. `pause`:
     seconds between two pieces of a body. `prefill`: servers that begin requests, which those of
-    `backends` continue. `key`: lets streams move between replicas that have it."""
+    `backends` continue, within `prefill_timeout` seconds. `key`: lets streams move between replicas
+    that have it."""
 
     def __init__(
         self,
@@ -82,7 +85,9 @@ class Proxy:
         pause: float = BODY_PAUSE,
         prefill: Backends | None = None,
         key: FleetKey | None = None,
+        prefill_timeout: float = PREFILL_TIMEOUT,
     ) -> None:
+        self._prefill_timeout = prefill_timeout
         self.backends, self._prefill, self.metrics = backends, prefill, RouterMetrics(backends, prefill)
         self._max_body, self._via = max_body, client.headers["via"].encode()
         self._exchange = Exchange(client, self.metrics)
@@ -159,17 +164,21 @@ class Proxy:
             return request
         headers = [pair for pair in request.headers if pair[0] != b"accept-encoding"]  # the response is read here
         begun = replace(request, body=make_prefill_body(fields, request.path), headers=headers)
-        tried: set[int] = set()
-        while len(tried) < MAX_PREFILLS and (backend := self._prefill.choose(routing, tried, request.prefixes)) is not None:
+        tried = {each.number for each in self._prefill.healthy if each.is_suspended or (each.first_bytes.is_silent and each.outstanding)}
+        last, deadline = len(tried) + MAX_PREFILLS, asyncio.get_running_loop().time() + self._prefill_timeout
+        while len(tried) < last and (backend := self._prefill.choose(routing, tried, request.prefixes)) is not None:
             tried.add(backend.number)
             try:
-                with counted(backend, request.prefixes) as place:
-                    response = await self._exchange.wait(begun, backend, read_short(await self._exchange.open(begun, backend)))
+                with counted(backend, request.prefixes) as place, timed(backend, is_stream=True):
+                    async with asyncio.timeout_at(deadline):
+                        response = await self._exchange.wait(begun, backend, read_short(await self._exchange.open(begun, backend)))
                     if response.status >= FAILED:
                         self._prefill.refuse(routing, place)
             except (LostError, ApiError, httpx.HTTPError, OSError) as error:
                 log.warning("the prefill server %s failed: %s", backend.url, error)
                 self._prefill.forget_request(routing, backend)
+                if isinstance(error, TimeoutError):
+                    backend.first_bytes.suspend(time.monotonic(), is_silent=True)
                 continue
             if response.status not in REFUSED:
                 body = make_decode_body(fields, response.body) if response.status == 200 else None

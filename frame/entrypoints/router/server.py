@@ -24,7 +24,7 @@ from frame.entrypoints.router.admin import AdminApp
 from frame.entrypoints.router.cached_prefixes import CachedPrefixes
 from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.discovery import Source, watch_sources
-from frame.entrypoints.router.proxy import Proxy
+from frame.entrypoints.router.proxy import PREFILL_TIMEOUT, Proxy
 from frame.entrypoints.router.replicas import Backends
 from frame.entrypoints.router.scaling import DesiredReplicas, ScalingTargets
 from frame.entrypoints.tls import Certificate
@@ -44,7 +44,7 @@ class RouterSettings:
     of a request. `prefill_urls`: of the servers that begin what decode servers continue. `key`: of
     the fleet; None: streams do not move. `sources`: of replicas that come and go. `certificate`:
     of the router's own address; None: without TLS. `targets`: that the number of replicas is
-    computed for; None: it is not."""
+    computed for; None: it is not. `prefill_timeout`: seconds that prefill servers have."""
 
     urls: tuple[str, ...]
     health_interval: float
@@ -55,6 +55,7 @@ class RouterSettings:
     sources: tuple[str, ...] = ()
     certificate: Certificate | None = None
     targets: ScalingTargets | None = None
+    prefill_timeout: float = PREFILL_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ async def route(
         everything = [*backends.all, *prefill.all]
         await asyncio.gather(*(backend.group.check(backend, is_suspect=True) for backend in everything))
         limits = ConnectionLimits(settings.max_connections, HEAD, bound="--max-connections allows")
-        proxy = Proxy(backends, client, settings.max_body, HEAD, prefill if prefill.all else None, settings.key)
+        proxy = Proxy(backends, client, settings.max_body, HEAD, prefill if prefill.all else None, settings.key, settings.prefill_timeout)
         server = HttpServer(proxy, limits, settings.certificate)
         serving = asyncio.create_task(server.serve([listener]))
         discovering = watch_sources(sources, settings.health_interval, backends.update, named)

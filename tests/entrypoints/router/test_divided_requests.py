@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
 from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.divided_requests import make_decode_body, make_prefill_body, read_divisible
+from frame.entrypoints.router.first_bytes import FirstBytes
 from frame.entrypoints.router.proxy import Proxy
 from frame.entrypoints.router.replicas import Backends, RouterMetrics
 from frame.interfaces.routing import RoutingContext
@@ -87,10 +89,11 @@ def test_responses_without_a_handle(response: bytes) -> None:
 class FakeServer:
     """Keeps the bodies of its requests. `status` and `reply`: of its responses; None: it closes the
     connection. `is_hanging`: it does not respond, not even to health checks. `refuses_handles`: it
-    answers 400 to a handle."""
+    answers 400 to a handle. `is_silent`: it responds to health checks alone."""
 
     def __init__(self, reply: Any, status: int | None = 200) -> None:
         self.reply, self.status, self.is_hanging, self.refuses_handles = reply, status, False, False
+        self.is_silent = False
         self.bodies: list[Any] = []
         self.url = ""
 
@@ -108,7 +111,7 @@ class FakeServer:
         is_check = head.startswith(b"GET /health ")
         if not is_check:
             self.bodies.append(json.loads(body))
-        if self.is_hanging:
+        if self.is_hanging or (self.is_silent and not is_check):
             await asyncio.sleep(30)
         if is_check or self.status is not None:
             content = b"{}" if is_check else json.dumps(self.reply).encode()
@@ -120,7 +123,9 @@ class FakeServer:
 
 
 @asynccontextmanager
-async def routed(prefill: list[FakeServer], decode: list[FakeServer]) -> AsyncIterator[tuple[httpx.AsyncClient, RouterMetrics]]:
+async def routed(
+    prefill: list[FakeServer], decode: list[FakeServer], prefill_timeout: float = 60.0
+) -> AsyncIterator[tuple[httpx.AsyncClient, RouterMetrics]]:
     for each in (*prefill, *decode):
         await each.start()
     async with open_client() as behind:
@@ -128,7 +133,7 @@ async def routed(prefill: list[FakeServer], decode: list[FakeServer]) -> AsyncIt
             Backends([each.url for each in servers], behind, interval=0.2, chooser=ReplicaChooser(PrefixLoad(RoutingContext())))
             for servers in (prefill, decode)
         )
-        application = Proxy(second, behind, max_body=1 << 20, prefill=first)
+        application = Proxy(second, behind, max_body=1 << 20, prefill=first, prefill_timeout=prefill_timeout)
         listener = bound_port("127.0.0.1", 0, "")
         server = HttpServer(application, ConnectionLimits(512, 30.0))
         serving = asyncio.create_task(server.serve([listener]))
@@ -145,6 +150,12 @@ async def routed(prefill: list[FakeServer], decode: list[FakeServer]) -> AsyncIt
 
 def count(metrics: RouterMetrics, outcome: str) -> bool:
     return f'frame_router_prefills_total{{outcome="{outcome}"}} 1.0' in metrics.render().decode()
+
+
+def suspended(metrics: RouterMetrics) -> FirstBytes:
+    """Of the only prefill server."""
+    (backend,) = metrics._groups[1].all
+    return backend.first_bytes
 
 
 def test_a_request_is_divided() -> None:
@@ -198,6 +209,40 @@ def test_a_prefill_server_that_hangs_is_left() -> None:
         assert decode.bodies == [BODY]
 
     run(main)
+
+
+def test_a_prefill_server_that_answers_health_checks_alone_is_left() -> None:
+    """It gets no requests for a while, and then one at a time until it answers."""
+
+    async def main() -> None:
+        silent, decode = FakeServer({"kv_transfer_params": HANDLE}), FakeServer({"text": "x"})
+        silent.is_silent = True
+        async with routed([silent], [decode], prefill_timeout=0.5) as (client, metrics):
+            responses = await asyncio.gather(*(client.post(PATH, json=BODY) for _ in range(5)))
+            assert {response.status_code for response in responses} == {200} and len(silent.bodies) == 5
+            began = time.monotonic()
+            assert (await client.post(PATH, json=BODY)).status_code == 200
+            assert time.monotonic() - began < 0.4 and len(silent.bodies) == 5
+            assert 'frame_router_prefills_total{outcome="lost"} 6.0' in metrics.render().decode()
+            assert 'frame_router_replica_suspended{replica="' + silent.url + '"} 1.0' in metrics.render().decode()
+            suspended(metrics).suspended_until = 0.0
+            await asyncio.gather(*(client.post(PATH, json=BODY) for _ in range(5)))
+            assert len(silent.bodies) == 6  # on trial
+            suspended(metrics).suspended_until = 0.0
+            silent.is_silent = False
+            for _ in range(2):
+                await client.post(PATH, json=BODY)
+        assert decode.bodies == [BODY] * 11 + [{**BODY, "kv_transfer_params": HANDLE}] * 2
+
+    run(main)
+
+
+def test_a_body_with_a_name_twice_goes_to_one_server() -> None:
+    """Which refuses it: names that look so in a text are none."""
+    for twice in (b'{"prompt": "a", "prompt" : "b"}', b'{"a": {"prompt": 1}, "prompt": "a", "seed": 1,"seed":1}'):
+        assert read_divisible("POST", PATH, twice) is None
+    for once in ({"prompt": 'say "x": 1', "x": {"prompt": 1, "y": '"prompt": 2'}}, {"prompt": 'a\\"', '"': 2, "z": [{"z": 1}]}):
+        assert read_divisible("POST", PATH, json.dumps(once).encode()) is not None
 
 
 def test_another_decode_server_gets_the_same_handle() -> None:

@@ -3,6 +3,7 @@ Must not depend on the engine."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from pathlib import PurePath
 from typing import Annotated, Any
@@ -109,7 +110,10 @@ async def render_completion_request(request: CompletionRequest, context: Context
     params, prompts = prepare_completion(request, context, services)
     special = request.add_special_tokens
     maximum = countable_tokens(services) if request.truncates else None
-    ids = [one if isinstance(one, list) else await encode_prompt(services, one, special, maximum) for one in prompts]
+    ids = []
+    for one in prompts:
+        ids.append(one if isinstance(one, list) else await encode_prompt(services, one, special, maximum))
+        await asyncio.sleep(0)  # a short text is encoded at once: without this, many of them hold the event loop
     return await paced_map(_PromptRenderer(context, services, request, params).render, ids)
 
 
