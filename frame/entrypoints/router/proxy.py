@@ -85,9 +85,8 @@ class Proxy:
         pause: float = BODY_PAUSE,
         prefill: Backends | None = None,
         key: FleetKey | None = None,
-        prefill_timeout: float = PREFILL_TIMEOUT,
     ) -> None:
-        self._prefill_timeout = prefill_timeout
+        self.prefill_timeout = PREFILL_TIMEOUT
         self.backends, self._prefill, self.metrics = backends, prefill, RouterMetrics(backends, prefill)
         self._max_body, self._via = max_body, client.headers["via"].encode()
         self._exchange = Exchange(client, self.metrics)
@@ -165,7 +164,7 @@ class Proxy:
         headers = [pair for pair in request.headers if pair[0] != b"accept-encoding"]  # the response is read here
         begun = replace(request, body=make_prefill_body(fields, request.path), headers=headers)
         tried = {each.number for each in self._prefill.healthy if each.is_suspended or (each.first_bytes.is_silent and each.outstanding)}
-        last, deadline = len(tried) + MAX_PREFILLS, asyncio.get_running_loop().time() + self._prefill_timeout
+        last, deadline = len(tried) + MAX_PREFILLS, asyncio.get_running_loop().time() + self.prefill_timeout
         while len(tried) < last and (backend := self._prefill.choose(routing, tried, request.prefixes)) is not None:
             tried.add(backend.number)
             try:

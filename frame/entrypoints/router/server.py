@@ -119,7 +119,8 @@ async def route(
         everything = [*backends.all, *prefill.all]
         await asyncio.gather(*(backend.group.check(backend, is_suspect=True) for backend in everything))
         limits = ConnectionLimits(settings.max_connections, HEAD, bound="--max-connections allows")
-        proxy = Proxy(backends, client, settings.max_body, HEAD, prefill if prefill.all else None, settings.key, settings.prefill_timeout)
+        proxy = Proxy(backends, client, settings.max_body, HEAD, prefill if prefill.all else None, settings.key)
+        proxy.prefill_timeout = settings.prefill_timeout
         server = HttpServer(proxy, limits, settings.certificate)
         serving = asyncio.create_task(server.serve([listener]))
         discovering = watch_sources(sources, settings.health_interval, backends.update, named)

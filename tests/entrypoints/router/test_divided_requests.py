@@ -133,7 +133,8 @@ async def routed(
             Backends([each.url for each in servers], behind, interval=0.2, chooser=ReplicaChooser(PrefixLoad(RoutingContext())))
             for servers in (prefill, decode)
         )
-        application = Proxy(second, behind, max_body=1 << 20, prefill=first, prefill_timeout=prefill_timeout)
+        application = Proxy(second, behind, max_body=1 << 20, prefill=first)
+        application.prefill_timeout = prefill_timeout
         listener = bound_port("127.0.0.1", 0, "")
         server = HttpServer(application, ConnectionLimits(512, 30.0))
         serving = asyncio.create_task(server.serve([listener]))
