@@ -31,8 +31,8 @@ from frame.core.interfaces.sampling import GrammarBackend, GrammarContext
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
-from frame.entrypoints.processes import call_process
-from frame.entrypoints.processes.call_process import GrammarCallProcess, MaskMemory
+from frame.entrypoints.processes import grammar_process
+from frame.entrypoints.processes.grammar_process import GrammarCallProcess, MaskMemory
 from frame.plugins.grammar_backends import llguidance
 from frame.structured_output import grammar_masks, grammar_threads
 from frame.structured_output.grammar_calls import GrammarMeter, MeteredGrammar
@@ -174,6 +174,6 @@ def start_pool(count: int, rows: int, vocab_size: int) -> ProcessPool:
 if __name__ == "__main__":
     if len(sys.argv) == 5 and sys.argv[1].isdigit():  # started by `start_pool`
         grammar_masks.CROWDED_SECONDS = grammar_masks.QUICK_SECONDS = grammar_threads.QUICK_SECONDS = 10.0
-        call_process.main(lambda setup: make_backend(setup.vocab_size, setup.threads))
+        grammar_process.serve_calls(lambda setup: make_backend(setup.vocab_size, setup.threads))
         os._exit(0)
     main()

@@ -288,7 +288,7 @@ def generate(kill: bool = False, **settings: Any) -> list[Any]:
 def kill_mask_process() -> None:
     import psutil
 
-    children = [each for each in psutil.Process().children(recursive=True) if any("call_process" in word for word in each.cmdline())]
+    children = [each for each in psutil.Process().children(recursive=True) if any("grammar_process" in word for word in each.cmdline())]
     assert len(children) == 2
     os.kill(children[0].pid, signal.SIGKILL)
 

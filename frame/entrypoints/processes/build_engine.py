@@ -8,7 +8,6 @@ decides where that is.
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -34,7 +33,7 @@ from frame.core.kv_cache.kv_pool import KVPool
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.step_features import NoAdapters, RequestAdapters, RequestTiers
-from frame.entrypoints.processes.build_scheduler import ROWS_A_TOKEN, build_schedulers
+from frame.entrypoints.processes.build_scheduler import build_pool, build_schedulers
 from frame.entrypoints.processes.components import Loaded, LoadedKernel, Parts, RunnerPlan, build_runner, prepare_drafter
 from frame.entrypoints.processes.grammar_process import GrammarProcess, load_backend
 from frame.entrypoints.processes.join_groups import Place, join_groups
@@ -284,26 +283,7 @@ def add_group(resolved: Resolved, runner: ModelRunner, rank: TorchModelRunner, n
     return GroupRunner(runner, plan.find_group(number), rank.inputs.table.padding_slot, resolved.max_context)
 
 
-def build_pool(resolved: Resolved) -> ProcessPool | None:
-    """The processes that call grammars; None: the engine calls them."""
-    count = resolved.user.sampling.grammar_mask_processes
-    if not count or not resolved.plugins.get("grammar_backend") or resolved.tokenizer_path is None:
-        return None
-    from frame.entrypoints.processes.call_process import GrammarCallProcess, MaskMemory
-    from frame.structured_output.remote_calls import NUM_BUFFERS, ProcessPool
-    from frame.structured_output.served_calls import JumpSettings
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    vocab_size = resolved.model.vocab_size
-    memory = MaskMemory((NUM_BUFFERS, resolved.max_running_requests, -(-vocab_size // 32)))
-    jumps = None
-    if resolved.jump_forward:
-        jumps = JumpSettings(resolved.jump_forward, ROWS_A_TOKEN, resolved.cuda_graph_max_bs, count)
-    start = partial(GrammarCallProcess, resolved.model_dump_json(), vocab_size, memory, max(1, cores // count), jumps)
-    return ProcessPool(start, count, memory.masks)
-
-
-def build_grammars(resolved: Resolved, registry: Registry, pool: ProcessPool | None) -> GrammarCompiler | None:
+def build_grammars(resolved: Resolved, registry: Registry, pool: ProcessPool | None = None) -> GrammarCompiler | None:
     """The grammar compiler, where there are a grammar backend and a tokenizer. A backend that the
     configuration names is loaded now, so that its failure stops the start; one chosen automatically
     is loaded in a thread, on a CPU for the first grammar."""

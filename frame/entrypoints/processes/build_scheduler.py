@@ -4,6 +4,7 @@ by tests. Imports no torch."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -157,6 +158,25 @@ def build_scheduler(
         drafter, speculative = registry.create(drafters[0], resolved.drafter_context), user.speculative
         scheduler.speculation.enable(drafter, resolved.max_drafted, is_adaptive=speculative.adaptive, tree=resolved.tree)
     return scheduler
+
+
+def build_pool(resolved: Resolved) -> ProcessPool | None:
+    """The processes that call grammars; None: the engine calls them."""
+    count = resolved.user.sampling.grammar_mask_processes
+    if not count or not resolved.plugins.get("grammar_backend") or resolved.tokenizer_path is None:
+        return None
+    from frame.entrypoints.processes.grammar_process import GrammarCallProcess, MaskMemory
+    from frame.structured_output.remote_calls import NUM_BUFFERS, ProcessPool
+    from frame.structured_output.served_calls import JumpSettings
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    vocab_size = resolved.model.vocab_size
+    memory = MaskMemory((NUM_BUFFERS, resolved.max_running_requests, -(-vocab_size // 32)))
+    jumps = None
+    if resolved.jump_forward:
+        jumps = JumpSettings(resolved.jump_forward, ROWS_A_TOKEN, resolved.cuda_graph_max_bs, count)
+    start = partial(GrammarCallProcess, resolved.model_dump_json(), vocab_size, memory, max(1, cores // count), jumps)
+    return ProcessPool(start, count, memory.masks)
 
 
 def create_allocator(resolved: Resolved, registry: Registry, pools: Sequence[PagePool]) -> PageAllocator:

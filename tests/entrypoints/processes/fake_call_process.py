@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from frame.entrypoints.processes.call_process import Setup, main
+from frame.entrypoints.processes.grammar_process import Setup, serve_calls
 from tests.core.scheduling.scripted_grammar import Free, Script
 from tests.structured_output.local_process import ByName
 
@@ -15,5 +15,5 @@ def load(setup: Setup) -> ByName:
 
 
 if __name__ == "__main__":
-    main(load)
+    serve_calls(load)
     os._exit(0)

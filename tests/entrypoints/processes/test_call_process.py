@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from frame.core.interfaces.sampling_params import SamplingParams
-from frame.entrypoints.processes.call_process import GrammarCallProcess, MaskMemory
+from frame.entrypoints.processes.grammar_process import GrammarCallProcess, MaskMemory
 from frame.structured_output.call_messages import Filled, FillMasks, Loaded, LoadGrammar, StartRequest, pack
 
 COMMAND = [sys.executable, "-m", "tests.entrypoints.processes.fake_call_process"]
