@@ -26,6 +26,7 @@ import numpy as np
 from frame.core.interfaces.drafter import Drafts
 from frame.core.interfaces.sampling import CompiledGrammar, GrammarBackend
 from frame.core.messages import Finish
+from frame.core.scheduling.request import Request, queue_full
 from frame.core.scheduling.request_slots import GRAMMAR
 from frame.core.scheduling.step_features import StepGrammars
 from frame.structured_output.call_messages import (
@@ -49,7 +50,6 @@ from frame.structured_output.grammar_calls import MeteredGrammar
 
 if TYPE_CHECKING:
     from frame.core.interfaces.sampling import Grammar
-    from frame.core.scheduling.request import Request
     from frame.core.scheduling.request_slots import RequestTable
 
 T = TypeVar("T")
@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 NUM_BUFFERS = 4  # masks of steps: the device may read those of the last one, and the engine has the next
 REPLY_SECONDS = 10.0  # after which a process is replaced; slow calls of grammars do not delay its replies
 LOAD_SECONDS = 60.0  # to load one compiled grammar
+START_SECONDS = 120.0  # to replace a process, where there is no other
 MAX_MOVES = 3  # of a request, whose grammar may be what ends the processes
 LOST = Finish("error", error="the processes of grammars ended several times with this request; simplify its grammar")
 _encode = msgspec.msgpack.encode
@@ -86,9 +87,11 @@ class CallProcess(Protocol):
 
 @dataclass(eq=False)
 class _Member:
-    """A process, and what the engine keeps of it. pending: calls that the next message brings."""
+    """A process, and what the engine keeps of it. pending: calls that the next message brings;
+    loaded: compiled grammars, before a replacement is ready."""
 
     process: CallProcess
+    loaded: set[int] = field(default_factory=set)
     pending: list[Call] = field(default_factory=list)
     grammars: WeakValueDictionary[int, RemoteGrammar] = field(default_factory=WeakValueDictionary)  # by number
     ended: deque[int] = field(default_factory=deque)  # requests; appended where a request is freed
@@ -160,7 +163,9 @@ class ProcessPool:
         self._compiled: WeakSet[RemoteCompiled] = WeakSet()
         self._numbers = itertools.count()
         self._ready: list[_Member] = []  # replacements, until the engine's thread takes them
-        self._lock = threading.Lock()  # guards `_compiled` and `_ready`: what is added to one is read with the other
+        self._num_starting = 0  # replacements before they are ready
+        # Guards the three above: what is added to `_compiled` is read with `_ready`.
+        self._changed = threading.Condition()
         self._is_closed = False
 
     def start_backend(self) -> RemoteBackend:
@@ -172,7 +177,7 @@ class ProcessPool:
     def load(self, kind: str, source: str, data: bytes) -> RemoteCompiled:
         """Load a compiled grammar in every process. Raises ValueError for one that is invalid."""
         compiled = RemoteCompiled(self, LoadGrammar(next(self._numbers), kind, source, data))
-        with self._lock:
+        with self._changed:
             self._compiled.add(compiled)  # replacements load it from now on
             members = [*self.members, *self._ready]
         replies = [reply for member in members if (reply := _load(member, compiled.load)) is not None]
@@ -189,8 +194,13 @@ class ProcessPool:
             member.dropped.append(compiled)
 
     def choose(self) -> _Member | None:
-        """The process with the fewest requests. None: all have ended."""
+        """The process with the fewest requests. Where all have ended, it waits for a replacement.
+        None: there is none."""
         self._take_ready()
+        if not self.members:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or not self._num_starting, START_SECONDS)
+            self._take_ready()
         return min(self.members, key=lambda member: len(member.grammars), default=None)
 
     def replace(self, member: _Member) -> list[RemoteGrammar]:
@@ -203,6 +213,8 @@ class ProcessPool:
         lost = list(member.grammars.values())
         for grammar in lost:
             grammar.member = None
+        with self._changed:
+            self._num_starting += 1
         self._threads.submit(self._restart)
         return lost
 
@@ -219,33 +231,42 @@ class ProcessPool:
             compiled.num_bytes = max(compiled.num_bytes, sizes.get(compiled.load.compiled, 0))
 
     def _list_compiled(self) -> list[RemoteCompiled]:
-        with self._lock:
+        with self._changed:
             return list(self._compiled)
 
     def _take_ready(self) -> None:
         if self._ready:
-            with self._lock:
+            with self._changed:
                 self.members += self._ready
                 self._ready = []
 
     def _restart(self) -> None:
-        """Start a process and load what is in use; in a thread."""
+        """Replace a process; in a thread."""
+        member = None
         try:
             member = _Member(self._start_process())
+            while not self._is_closed and self._load_missing(member):
+                pass
         except RuntimeError as error:
             log.error("a grammar process cannot be replaced: %s", error)
-            return
-        loaded = set[int]()
-        while not self._is_closed:
-            with self._lock:
-                missing = [each.load for each in self._compiled if each.load.compiled not in loaded]
-                if not missing:
-                    self._ready.append(member)
-                    return
-            for load in missing:
-                _load(member, load)
-                loaded.add(load.compiled)
-        member.process.close()
+        finally:
+            with self._changed:
+                self._num_starting -= 1
+                self._changed.notify_all()
+        if self._is_closed and member is not None:
+            member.process.close()
+
+    def _load_missing(self, member: _Member) -> bool:
+        """Load what is in use and not loaded. -> whether there was something; otherwise the process
+        is ready."""
+        with self._changed:
+            missing = [each.load for each in self._compiled if each.load.compiled not in member.loaded]
+            if not missing:
+                self._ready.append(member)
+        for load in missing:
+            _load(member, load)
+            member.loaded.add(load.compiled)
+        return bool(missing)
 
 
 def _load(member: _Member, load: LoadGrammar) -> Loaded | None:
@@ -293,7 +314,7 @@ class RemoteCalls(StepGrammars):
         length = request.max_num_tokens - request.prompt_len
         stops = tuple(request.stop_ids)
         grammar.first = StartRequest(-1, grammar.compiled.load.compiled, request.params, b"", length, stops, meter.budget, meter.spent)
-        return None if self._place(grammar) else LOST
+        return None if self._place(grammar) else queue_full("the processes of grammars cannot be started")
 
     def _place(self, grammar: RemoteGrammar) -> bool:
         """Begin a request in the process that has the fewest. False: there is none."""

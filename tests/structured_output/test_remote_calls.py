@@ -159,21 +159,36 @@ def test_a_recovered_request_replays_its_output() -> None:
         assert calls.accept_tokens([(requests[0], [9])], 1) == [end]
 
 
-def test_a_request_that_ends_processes_ends_itself() -> None:
-    _, calls, table, requests, processes = started(["free"], 1)
-    for number in range(remote_calls.MAX_MOVES + 1):
-        processes[number].is_alive = False
-        deadline = time.monotonic() + 10
-        while len(processes) < number + 2 and number:
-            assert time.monotonic() < deadline
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_request_that_ends_processes_ends_itself(count: int) -> None:
+    _, calls, table, requests, _ = started(["free"], count)
+    grammar = cast("Any", requests[0].grammar)
+    for _ in range(remote_calls.MAX_MOVES):
+        grammar.member.process.is_alive = False
         masks = calls.fill_masks(table, slots_of(requests))
-        assert masks is not None and (masks == -1).all()
-        while len(processes) < number + 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        if requests[0].grammar.member is None:  # type: ignore[union-attr]
-            break
+        assert masks is not None and calls.accept_tokens([(requests[0], [9])], 1) == [None]
+    grammar.member.process.is_alive = False
+    masks = calls.fill_masks(table, slots_of(requests))
+    assert masks is not None and (masks == -1).all()
     assert calls.accept_tokens([(requests[0], [9])], 1) == [LOST]
+
+
+def test_processes_that_cannot_be_replaced() -> None:
+    pool, processes = make_pool(GRAMMARS, VOCAB, 1)
+    backend, calls, table = pool.start_backend(), RemoteCalls(pool, lambda request, run: None), RequestTable(64, 4)
+    requests = [make_request(i, backend.load("regex", "free", b"").start()) for i in range(2)]
+    assert calls.start_request(requests[0]) is None
+    table.add_request(requests[0])
+
+    def fail() -> Any:
+        raise RuntimeError("no memory")
+
+    pool._start_process = fail
+    processes[0].is_alive = False
+    assert calls.fill_masks(table, slots_of(requests[:1])) is not None
+    assert calls.accept_tokens([(requests[0], [9])], 1) == [LOST]
+    refusal = calls.start_request(requests[1])
+    assert refusal is not None and refusal.code == "queue_full"
 
 
 def test_errors_of_loading_are_those_of_the_backend() -> None:

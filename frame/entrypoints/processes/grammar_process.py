@@ -236,7 +236,9 @@ class GrammarCallProcess:
     def load(self, message: bytes, seconds: float) -> bytes | None:
         with self._lock, contextlib.suppress(OSError):  # closed meanwhile
             write_message(self._loads, message)
-            return read_message(self._loaded, seconds)
+            if (reply := read_message(self._loaded, seconds)) is not None:
+                return reply
+        self._process.kill()  # the next message would get this one's reply
         return None
 
     def send(self, message: bytes) -> None:
