@@ -309,7 +309,7 @@ async def _encode_all(services: Services, plan: RequestPlan, maximum: int, media
     inputs = [[prompt] if isinstance(prompt, str) else [*prompt] for prompt in prompts if isinstance(prompt, str | Pair)]
     if len(inputs) < len(prompts) or (len(inputs) == 1 and services.resolved.task == "generate"):
         works = (_encode_one(services, prompt, add_special_tokens, maximum, media, i) for i, prompt in enumerate(prompts))
-        return [await work for work in works], []
+        return await paced_await(works), []
     bound = None if plan.max_length is not None else maximum  # a text that is truncated may have any length
     encoded = await _within(services, maximum, services.need_text_input().encode_inputs(inputs, plan.max_length, bound, add_special_tokens))
     return [ids for ids, _ in encoded], [second_text_start for _, second_text_start in encoded if services.resolved.task != "generate"]
@@ -424,6 +424,18 @@ async def paced_map(act: Callable[[T], R], items: Iterable[T]) -> list[R]:
     results, until = [], time.perf_counter() + TURN
     for item in items:
         results.append(act(item))
+        if time.perf_counter() >= until:
+            await asyncio.sleep(0)
+            until = time.perf_counter() + TURN
+    return results
+
+
+async def paced_await(works: Iterable[Awaitable[R]]) -> list[R]:
+    """The results of works one after another, as `paced_map`: a short text is encoded at once, so
+    that waiting for it lets nothing else run."""
+    results, until = [], time.perf_counter() + TURN
+    for work in works:
+        results.append(await work)
         if time.perf_counter() >= until:
             await asyncio.sleep(0)
             until = time.perf_counter() + TURN

@@ -3,7 +3,6 @@ Must not depend on the engine."""
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from pathlib import PurePath
 from typing import Annotated, Any
@@ -34,7 +33,7 @@ from frame.entrypoints.http.openai.completions import ChatResponse, prepare_comp
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest, GenerationRequest
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
 from frame.entrypoints.http.request_context import RequestContext
-from frame.entrypoints.http.request_starter import check_request, countable_tokens, encode_prompt, paced_map
+from frame.entrypoints.http.request_starter import check_request, countable_tokens, encode_prompt, paced_await, paced_map
 from frame.entrypoints.http.response_types import Version, array, declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.version import package_version
@@ -110,10 +109,11 @@ async def render_completion_request(request: CompletionRequest, context: Context
     params, prompts = prepare_completion(request, context, services)
     special = request.add_special_tokens
     maximum = countable_tokens(services) if request.truncates else None
-    ids = []
-    for one in prompts:
-        ids.append(one if isinstance(one, list) else await encode_prompt(services, one, special, maximum))
-        await asyncio.sleep(0)  # a short text is encoded at once: without this, many of them hold the event loop
+
+    async def encode(one: str | list[int]) -> list[int]:
+        return one if isinstance(one, list) else await encode_prompt(services, one, special, maximum)
+
+    ids = await paced_await(map(encode, prompts))
     return await paced_map(_PromptRenderer(context, services, request, params).render, ids)
 
 
