@@ -29,23 +29,8 @@ from frame.core.messages import Finish
 from frame.core.scheduling.request import Request, queue_full
 from frame.core.scheduling.request_slots import GRAMMAR
 from frame.core.scheduling.step_features import StepGrammars
-from frame.structured_output.call_messages import (
-    Accepted,
-    AcceptTokens,
-    Call,
-    DropGrammar,
-    EndRequest,
-    Filled,
-    FillMasks,
-    HoldRequest,
-    Loaded,
-    LoadGrammar,
-    PollHeld,
-    ReleaseRequest,
-    Resolved,
-    StartRequest,
-    pack,
-)
+from frame.structured_output import call_messages as messages
+from frame.structured_output.call_messages import Call, pack
 from frame.structured_output.grammar_calls import MeteredGrammar
 
 if TYPE_CHECKING:
@@ -109,10 +94,10 @@ class _Member:
         """Send pending calls and one that has a reply."""
         while self.ended:
             number = self.ended.popleft()
-            self.pending.append(EndRequest(number))
+            self.pending.append(messages.EndRequest(number))
             self.free.append(number)
         while self.dropped:
-            self.pending.append(DropGrammar(self.dropped.popleft()))
+            self.pending.append(messages.DropGrammar(self.dropped.popleft()))
         calls, self.pending = [*self.pending, call], []
         self.process.send(_encode(calls))
 
@@ -120,7 +105,7 @@ class _Member:
 class RemoteCompiled:
     """A compiled grammar that every process has loaded (`CompiledGrammar`)."""
 
-    def __init__(self, pool: ProcessPool, load: LoadGrammar) -> None:
+    def __init__(self, pool: ProcessPool, load: messages.LoadGrammar) -> None:
         self.load = load
         self.num_bytes = 0  # in the process where it has most
         self._pool = pool
@@ -140,7 +125,7 @@ class RemoteGrammar:
     def __init__(self, compiled: RemoteCompiled) -> None:
         self.compiled = compiled
         self.tokens = array("i")
-        self.first: StartRequest | None = None
+        self.first: messages.StartRequest | None = None
         self.member: _Member | None = None
         self.number = -1
         self.num_moves = 0
@@ -176,7 +161,7 @@ class ProcessPool:
 
     def load(self, kind: str, source: str, data: bytes) -> RemoteCompiled:
         """Load a compiled grammar in every process. Raises ValueError for one that is invalid."""
-        compiled = RemoteCompiled(self, LoadGrammar(next(self._numbers), kind, source, data))
+        compiled = RemoteCompiled(self, messages.LoadGrammar(next(self._numbers), kind, source, data))
         with self._changed:
             self._compiled.add(compiled)  # replacements load it from now on
             members = [*self.members, *self._ready]
@@ -269,9 +254,9 @@ class ProcessPool:
         return bool(missing)
 
 
-def _load(member: _Member, load: LoadGrammar) -> Loaded | None:
+def _load(member: _Member, load: messages.LoadGrammar) -> messages.Loaded | None:
     reply = member.process.load(_encode(load), LOAD_SECONDS)
-    return None if reply is None else msgspec.msgpack.decode(reply, type=Loaded)
+    return None if reply is None else msgspec.msgpack.decode(reply, type=messages.Loaded)
 
 
 class RemoteBackend(GrammarBackend):
@@ -313,7 +298,9 @@ class RemoteCalls(StepGrammars):
         grammar.tokens = array("i", request.output)
         length = request.max_num_tokens - request.prompt_len
         stops = tuple(request.stop_ids)
-        grammar.first = StartRequest(-1, grammar.compiled.load.compiled, request.params, b"", length, stops, meter.budget, meter.spent)
+        grammar.first = messages.StartRequest(
+            -1, grammar.compiled.load.compiled, request.params, b"", length, stops, meter.budget, meter.spent
+        )
         return None if self._place(grammar) else queue_full("the processes of grammars cannot be started")
 
     def _place(self, grammar: RemoteGrammar) -> bool:
@@ -368,10 +355,10 @@ class RemoteCalls(StepGrammars):
         tokens = [each[0] for _, each in drawn]
 
         def make(numbers: list[int], places: list[int]) -> Call:
-            return AcceptTokens(pack(numbers), pack([tokens[i] for i in places]))
+            return messages.AcceptTokens(pack(numbers), pack([tokens[i] for i in places]))
 
         ends: list[Finish | None] = [None] * len(drawn)
-        for reply, places in self._exchange(rows, make, Accepted):
+        for reply, places in self._exchange(rows, make, messages.Accepted):
             for i in places:
                 rows[i].tokens.append(tokens[i])
             if reply is None:
@@ -401,9 +388,9 @@ class RemoteCalls(StepGrammars):
         buffer, num_samples = self._buffer, len(slots)
 
         def make(numbers: list[int], places: list[int]) -> Call:
-            return FillMasks(pack(numbers), pack([rows[i] for i in places]), buffer, num_samples)
+            return messages.FillMasks(pack(numbers), pack([rows[i] for i in places]), buffer, num_samples)
 
-        for reply, places in self._exchange(grammars, make, Filled):
+        for reply, places in self._exchange(grammars, make, messages.Filled):
             if reply is None:  # `accept_tokens` ends the requests
                 masks[[rows[i] for i in places]] = -1
             if reply is None or not (reply.runs or reply.stopped):
@@ -429,14 +416,16 @@ class RemoteCalls(StepGrammars):
     def hold_request(self, request: Request) -> None:
         self._held[request.rid] = request
         if (member := _of(request).member) is not None:
-            member.pending.append(HoldRequest(_of(request).number))
+            member.pending.append(messages.HoldRequest(_of(request).number))
 
     def take_resolved(self) -> list[tuple[Request, Finish | None]]:
         if not self._held:
             return []
         held = list(self._held.values())
         ends: dict[int, Finish | None] = {}
-        for reply, places in self._exchange([_of(request) for request in held], lambda numbers, places: PollHeld(), Resolved):
+        for reply, places in self._exchange(
+            [_of(request) for request in held], lambda numbers, places: messages.PollHeld(), messages.Resolved
+        ):
             for i in places:
                 if reply is None:
                     ends[i] = LOST
@@ -453,7 +442,7 @@ class RemoteCalls(StepGrammars):
             return False
         self._moved.discard(request.rid)
         if (member := _of(request).member) is not None:
-            member.pending.append(ReleaseRequest(_of(request).number))
+            member.pending.append(messages.ReleaseRequest(_of(request).number))
         return True
 
     def close(self) -> None:

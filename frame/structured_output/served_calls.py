@@ -21,23 +21,8 @@ import numpy as np
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import GRAMMAR
-from frame.structured_output.call_messages import (
-    Accepted,
-    AcceptTokens,
-    Call,
-    DropGrammar,
-    EndRequest,
-    Filled,
-    FillMasks,
-    HoldRequest,
-    Loaded,
-    LoadGrammar,
-    PollHeld,
-    ReleaseRequest,
-    Resolved,
-    StartRequest,
-    unpack,
-)
+from frame.structured_output import call_messages as messages
+from frame.structured_output.call_messages import Call, unpack
 from frame.structured_output.grammar_calls import GrammarMeter, MeteredGrammar, grammar_error
 from frame.structured_output.grammar_masks import GrammarCalls
 from frame.structured_output.jump_forward import JumpForward
@@ -49,7 +34,7 @@ if TYPE_CHECKING:
 
 REREAD = 1.0  # seconds between two readings of the sizes of compiled grammars
 _decode_calls = msgspec.msgpack.Decoder(list[Call]).decode
-_decode_load = msgspec.msgpack.Decoder(LoadGrammar).decode
+_decode_load = msgspec.msgpack.Decoder(messages.LoadGrammar).decode
 _encode = msgspec.msgpack.encode
 
 
@@ -114,39 +99,39 @@ class ServedCalls:
         try:
             compiled = backend.load(load.kind, load.source, load.data)
         except Exception as error:  # noqa: BLE001 - a backend's fault is its grammar's error
-            return _encode(Loaded(error=str(error) or type(error).__name__, is_invalid=isinstance(error, ValueError)))
+            return _encode(messages.Loaded(error=str(error) or type(error).__name__, is_invalid=isinstance(error, ValueError)))
         self._sizes[load.compiled] = compiled.num_bytes
         self._compiled[load.compiled] = compiled
-        return _encode(Loaded(compiled.num_bytes))
+        return _encode(messages.Loaded(compiled.num_bytes))
 
     def answer(self, message: bytes, reply: Callable[[bytes], None]) -> None:
         """Carry out the calls of a message. `reply` sends what the last one returns."""
         for call in _decode_calls(message):
-            if isinstance(call, StartRequest):
+            if isinstance(call, messages.StartRequest):
                 self._start(call)
-            elif isinstance(call, EndRequest):
+            elif isinstance(call, messages.EndRequest):
                 self._end(call.request)
-            elif isinstance(call, DropGrammar):
+            elif isinstance(call, messages.DropGrammar):
                 self._compiled.pop(call.compiled, None)
                 self._sizes.pop(call.compiled, None)
-            elif isinstance(call, HoldRequest):
+            elif isinstance(call, messages.HoldRequest):
                 if (request := self._table.requests[call.request]) is not None:
                     self._calls.hold_request(request)
-            elif isinstance(call, ReleaseRequest):
+            elif isinstance(call, messages.ReleaseRequest):
                 if (request := self._table.requests[call.request]) is not None:
                     self._calls.release_request(request)
-            elif isinstance(call, AcceptTokens):
+            elif isinstance(call, messages.AcceptTokens):
                 reply(_encode(self._accept(call)))
                 self._calls.wait_for_masks()  # while the engine does other work
-            elif isinstance(call, FillMasks):
+            elif isinstance(call, messages.FillMasks):
                 reply(_encode(self._fill(call)))
-            elif isinstance(call, PollHeld):
-                reply(_encode(Resolved({request.index: end for request, end in self._calls.take_resolved()})))
+            elif isinstance(call, messages.PollHeld):
+                reply(_encode(messages.Resolved({request.index: end for request, end in self._calls.take_resolved()})))
 
     def close(self) -> None:
         self._calls.close()
 
-    def _start(self, call: StartRequest) -> None:
+    def _start(self, call: messages.StartRequest) -> None:
         number = call.request
         request = Request(str(number), np.empty(0, np.int32), call.params, 0, number, 0.0, math.inf, call.max_tokens, call.stop_ids)
         request.output = array("i", call.output)
@@ -168,7 +153,7 @@ class ServedCalls:
         self._table.requests[number] = None
         self._errors.pop(number, None)
 
-    def _accept(self, call: AcceptTokens) -> Accepted:
+    def _accept(self, call: messages.AcceptTokens) -> messages.Accepted:
         numbers, ends = unpack(call.requests).tolist(), dict[int, Finish]()
         drawn, places = [], []
         committed = self._table.arrays.num_committed_tokens
@@ -183,7 +168,7 @@ class ServedCalls:
         for i, end in zip(places, self._calls.accept_tokens(drawn, len(drawn)) if drawn else (), strict=True):
             if end is not None:
                 ends[i] = end
-        return Accepted(ends, self._read_sizes())
+        return messages.Accepted(ends, self._read_sizes())
 
     def _read_sizes(self) -> dict[int, int]:
         now = time.monotonic()
@@ -195,11 +180,11 @@ class ServedCalls:
         self._sizes.update(changed)
         return changed
 
-    def _fill(self, call: FillMasks) -> Filled:
+    def _fill(self, call: messages.FillMasks) -> messages.Filled:
         numbers, rows = unpack(call.requests), unpack(call.rows)
         if self._jumps is not None:
             self._jumps.num_samples = call.num_samples
         masks = self._calls.fill_masks(cast("RequestTable", cast("Any", self._table)), numbers)
         self._masks[call.buffer][rows] = -1 if masks is None else masks
         runs, self._runs.runs = self._runs.runs, {}
-        return Filled(runs, [request.index for request in self._calls.take_stopped()])
+        return messages.Filled(runs, [request.index for request in self._calls.take_stopped()])
