@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
@@ -186,6 +187,7 @@ class MaskMemory:
         else:
             with tempfile.TemporaryFile() as file:
                 self.handle = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.handle)
         os.ftruncate(self.handle, 4 * int(np.prod(shape)))
         self.masks = map_masks(self.handle, shape)
 

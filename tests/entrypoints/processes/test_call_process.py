@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -33,8 +34,8 @@ def start(memory: MaskMemory, *arguments: str) -> GrammarCallProcess:
 
 
 def test_masks_are_shared_and_the_process_ends() -> None:
-    memory = MaskMemory((2, 4, 2))
     before = len(list(Path("/proc/self/fd").iterdir()))
+    memory = MaskMemory((2, 4, 2))
     process = start(memory)
     reply = process.load(msgspec.msgpack.encode(LoadGrammar(5, "regex", "script", b"")), 30)
     assert reply is not None and msgspec.msgpack.decode(reply, type=Loaded) == Loaded(1000)
@@ -45,6 +46,8 @@ def test_masks_are_shared_and_the_process_ends() -> None:
     assert not any(handle.startswith("socket:") for handle in handles)  # it gets none of the engine's connections
     pid = process.pid
     process.close()
+    del memory
+    gc.collect()
     assert not Path(f"/proc/{pid}").exists() and len(list(Path("/proc/self/fd").iterdir())) == before
 
 
