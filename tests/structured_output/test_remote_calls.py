@@ -293,19 +293,23 @@ def generate(kill: bool = False, **settings: Any) -> list[Any]:
     with Engine(dtype="float32", threads=1, max_model_len=256, max_running_requests=8, sampling_grammar_workers=0, **settings) as engine:
         prompts = [[5 + (7 * i + 3 * j) % 1900 for j in range(24)] for i in range(18)]
         params = [SamplingParams(max_tokens=60, temperature=1.0, seed=i, **ASKED[i % len(ASKED)]) for i in range(18)]
+        killed: list[int] = []
+        timer = threading.Timer(0.2, kill_mask_process, [killed])
         if kill:
-            engine.generate(prompts[:1], params[:1])
-            timer = threading.Timer(0.3, kill_mask_process)
+            engine.generate(prompts[:1], params[:1])  # the processes have started
             timer.start()
-        return [(output.token_ids, output.finish_reason) for output in engine.generate(prompts, params)]
+        outputs = [(output.token_ids, output.finish_reason) for output in engine.generate(prompts, params)]
+        assert bool(killed) == kill
+        return outputs
 
 
-def kill_mask_process() -> None:
+def kill_mask_process(killed: list[int]) -> None:
     import psutil
 
     children = [each for each in psutil.Process().children(recursive=True) if any("grammar_process" in word for word in each.cmdline())]
-    assert len(children) == 2
-    os.kill(children[0].pid, signal.SIGKILL)
+    if len(children) == 2:
+        os.kill(children[0].pid, signal.SIGKILL)
+        killed.append(children[0].pid)
 
 
 @pytest.mark.slow
