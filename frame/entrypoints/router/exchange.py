@@ -69,6 +69,7 @@ class RoutedRequest:
     gone: asyncio.Task[None]
     tried: set[int] = field(default_factory=set)
     prefixes: PromptPrefixes | None = None  # of its prompt, where replicas publish events
+    is_begun: bool = False  # by a prefill server, and no decode server has answered yet
 
     @property
     def session(self) -> str:

@@ -142,6 +142,8 @@ class Proxy:
                 await (self._broadcast(request) if request.path in BROADCAST else self._route(request))
             finally:
                 gone.cancel()
+                if request.is_begun:
+                    self.metrics.count_prefill("unused")
         except DisconnectedError:
             self.metrics.count("client_gone")
         except ApiError as error:
@@ -196,7 +198,7 @@ class Proxy:
             request.prefixes = self.backends.prefixes.read(prompt, request.headers)
         whole = request  # which another replica continues
         request = await self._begin(request, routing)
-        is_begun = request is not whole  # and no decode server has answered
+        whole.is_begun = request is not whole
         reason, last, losses = "no replica is healthy", None, Losses()
         while (backend := await self._choose_next(request, routing, losses)) is not None:
             request.tried.add(backend.number)
@@ -208,8 +210,8 @@ class Proxy:
                         reply = await self._exchange.open(request, backend, signature, asks_blocks=asks)
                     if reply.status_code >= FAILED:
                         self.backends.refuse(routing, place)
-                    if is_begun and reply.status_code not in REFUSED:
-                        is_begun, is_refused = False, reply.status_code in HANDLE_REFUSED
+                    if whole.is_begun and reply.status_code not in REFUSED:
+                        whole.is_begun, is_refused = False, reply.status_code in HANDLE_REFUSED
                         self.metrics.count_prefill("refused" if is_refused else "transferred")
                         if is_refused:
                             log.warning("the decode server %s refuses what a prefill server has begun: it gets all of it", backend.url)

@@ -439,8 +439,8 @@ class RouterMetrics:
     """What one router counts. Outcomes: answered, refused (by every replica), retried (on another
     replica), lost (sent and not repeated), broken (the answer broke off), client_gone. Those at
     prefill servers: transferred, whole (the prompt has nothing to transfer, or the server refused
-    it), lost (no prefill server is left). Moved streams: lost (with the replica), drained (with
-    it), failed (no replica continues it)."""
+    it), lost (no prefill server is left), refused (by the decode server), unused (none answered).
+    Moved streams: lost (with the replica), drained (with it), failed (no replica continues it)."""
 
     def __init__(self, backends: Backends, prefill: Backends | None = None) -> None:
         self._groups = [backends, *([prefill] if prefill is not None else [])]

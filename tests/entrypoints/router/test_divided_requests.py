@@ -278,6 +278,16 @@ def test_a_handle_that_is_refused_is_left_out(status: int, num_servers: int) -> 
     run(main)
 
 
+def test_what_no_decode_server_answers_is_counted() -> None:
+    async def main() -> None:
+        prefill, decode = FakeServer({"kv_transfer_params": HANDLE}), FakeServer({"text": "x"}, 503)
+        async with routed([prefill], [decode]) as (client, metrics):
+            assert (await client.post(PATH, json=BODY)).status_code == 503
+            assert count(metrics, "unused") and not count(metrics, "transferred")
+
+    run(main)
+
+
 def test_a_clients_own_handle_is_refused_to_the_client() -> None:
     async def main() -> None:
         prefill, decode = FakeServer({}), FakeServer({"text": "x"})
