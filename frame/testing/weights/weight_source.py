@@ -34,14 +34,8 @@ DTYPES = (
     torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
 INDEXES: tuple[Any, ...] = (
-    Ellipsis,
-    slice(None),
-    slice(3, 9),
-    (slice(0, 1), slice(None)),
-    (slice(None), slice(2, 5)),
-    (slice(7, 12), slice(4, 7)),
-    slice(0, 0),
-)
+    Ellipsis, slice(None), slice(3, 9), (slice(0, 1), slice(None)), (slice(None), slice(2, 5)), (slice(7, 12), slice(4, 7)), slice(0, 0),
+)  # fmt: skip
 
 
 class Maker:
@@ -113,6 +107,10 @@ def check_has_every_tensor(maker: Maker) -> None:
 def check_keeps_every_dtype(maker: Maker) -> None:
     base = torch.arange(-60, 60).reshape(12, 10)
     tensors = {str(dtype): base.to(torch.float32).to(dtype) if dtype.is_floating_point else base.to(dtype) for dtype in DTYPES}
+    odd = torch.tensor([-0.0, float("nan"), -float("inf"), 1e-40, -1e-6, 1e-3, 0.0, 0.0])  # some are subnormal
+    for dtype in (each for each in DTYPES if each.is_floating_point):
+        bits = torch.cat((torch.arange(256, dtype=torch.uint8), odd.to(dtype).view(torch.uint8))).view(dtype)
+        tensors[f"{dtype}, bit for bit"] = bits.reshape(8, -1)
     with maker.folder(tensors) as folder, maker.open(folder) as source:
         for name, tensor in tensors.items():
             _require_equal(source.open_tensor(name)[...], tensor, f"a tensor of {name}")

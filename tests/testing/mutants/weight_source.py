@@ -104,6 +104,35 @@ class ConvertsToFloat32(PlainSource):
 
 
 @mutant
+class ReplacesNaNs(PlainSource):
+    """Reads numbers that are no finite ones as zeros and as the largest finite ones."""
+
+    def load(self, folder: Path) -> dict[str, torch.Tensor]:
+        large = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+        return {name: tensor.nan_to_num() if tensor.dtype in large else tensor for name, tensor in super().load(folder).items()}
+
+
+@mutant
+class LosesNegativeZeros(PlainSource):
+    """Adds zero to the values, after which there is no negative zero."""
+
+    def load(self, folder: Path) -> dict[str, torch.Tensor]:
+        return {name: tensor + 0 if tensor.dtype == torch.float32 else tensor for name, tensor in super().load(folder).items()}
+
+
+@mutant
+class FlushesSubnormals(PlainSource):
+    """Reads the smallest numbers as zeros."""
+
+    def load(self, folder: Path) -> dict[str, torch.Tensor]:
+        tensors = super().load(folder)
+        for tensor in tensors.values():
+            if tensor.dtype == torch.float32:
+                tensor[tensor.abs() < torch.finfo(torch.float32).tiny] = 0.0
+        return tensors
+
+
+@mutant
 class ReadsBfloat16AsFloat16(PlainSource):
     """Takes the bits of bfloat16 for float16."""
 
