@@ -362,6 +362,18 @@ def check_sources_are_compared_whole(run: Run) -> None:
                 assert not takes_text(run, case, cases[1 - number][1]), f"{case.name} takes the text of another source that begins alike"
 
 
+def check_kinds_of_one_source(run: Run) -> None:
+    """One source is another grammar in another kind."""
+    kinds, source = [kind for kind in ("choice", "regex") if kind in run.kinds], '["ab"]'
+    if len(kinds) < 2:
+        raise SkipCheck("it does not compile both a choice and an expression")
+    for order in (kinds, kinds[::-1]):
+        anew = Run(run.make, run.kinds, run.vocabulary)
+        for case in (Language(kind, source) for kind in order):
+            for text, kind in (("ab", "choice"), ("b", "regex")):
+                assert takes_text(anew, case, text) == (case.kind == kind), f"{case.name} is wrong about {text!r}, beside {order}"
+
+
 def check_loaded_grammars_are_equal(run: Run) -> None:
     """`load(dump(compiled))` in another process has the masks of the compiled grammar."""
     loader = run.make()

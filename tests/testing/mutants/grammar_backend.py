@@ -335,6 +335,18 @@ class CachesByKind(Wrapped):
 
 
 @mutant
+class CachesBySource(Wrapped):
+    """Keeps compiled grammars by their source, whatever their kind."""
+
+    def __init__(self, context: Any, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.cache: dict[str, Any] = {}
+
+    def compile(self, kind: str, source: str) -> Any:
+        return self.cache.setdefault(source, super().compile(kind, source))
+
+
+@mutant
 class CachesByPrefix(Wrapped):
     """Keeps compiled grammars by the first 20 characters of their source."""
 
