@@ -234,6 +234,25 @@ def check_seeds_repeat(platform: Platform) -> None:
     assert drawn == first, "activate(), which each thread calls, must leave the random numbers as they are"
 
 
+def check_defaults_are_left_alone(platform: Platform) -> None:
+    """`activate()` chooses the device of the thread, not what new tensors are."""
+
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            with torch.inference_mode():
+                platform.activate()
+                assert torch.is_inference_mode_enabled(), "activate() must leave the inference mode as it is"
+            made = torch.empty(0)
+            assert (made.dtype, made.device.type) == (dtype, "cpu"), f"after activate(), a new tensor is {made.dtype} on {made.device}"
+            assert torch.is_grad_enabled(), "activate() must leave the gradient mode as it is"
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+
+
 def _needs_streams(platform: Any) -> Any:
     """A new stream."""
     if not isinstance(platform, SupportsStreams):

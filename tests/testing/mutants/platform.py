@@ -47,6 +47,15 @@ class HidesGraphs(FakePlatform):
 
 
 @mutant
+class ChangesTheDefaultDtype(FakePlatform):
+    """activate makes float16 the type of new tensors."""
+
+    def activate(self) -> None:
+        super().activate()
+        torch.set_default_dtype(torch.float16)
+
+
+@mutant
 class LacksGraphs(HostPlatform):
     """The record says that graphs can be captured, but the class offers none."""
 
