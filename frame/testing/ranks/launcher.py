@@ -331,6 +331,26 @@ def check_signals_are_blocked_at_the_start(launcher: Launcher) -> None:
     assert after == {signal.SIGUSR2}, "start must not change the signal mask of the caller: set the former one again"
 
 
+def check_ranks_are_ordinary_processes(launcher: Launcher) -> None:
+    """A rank ignores no signal that its parent handles, and its files are its user's."""
+    numbers = [int(each) for each in (*_BLOCKED, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)]
+    code = (
+        f"import json, os, signal, sys; ignored = [each for each in {numbers} if signal.getsignal(each) == signal.SIG_IGN]; "
+        "print(json.dumps([ignored, os.umask(0)]), file=sys.stderr, flush=True)"
+    )
+    umask, variables = os.umask(0o027), {"FRAME_GIVEN": "1"}
+    try:
+        with _started(launcher, code, environment=variables) as process:
+            ignored, umask_of_rank = json.loads(_line(process))
+        assert os.umask(0o027) == 0o027, "start must not change the umask of the caller"
+    finally:
+        os.umask(umask)
+    further = [each for each in ignored if signal.getsignal(each) != signal.SIG_IGN]
+    assert not further, f"a rank ignores the signals {further}, which its parent does not: they do not stop it"
+    assert umask_of_rank & 0o022 == 0o022, f"a rank has the umask {umask_of_rank:03o}: others may change its files"
+    assert variables == {"FRAME_GIVEN": "1"}, "start must not change the variables that it is called with"
+
+
 def check_ranks_hold_no_input_of_others(launcher: Launcher) -> None:
     """A rank ends with its own input, also while ranks run that were started later."""
     place, command = launcher.place().ranks[0], python_command("-c", "import sys; sys.stdin.read(); sys.exit(9)")

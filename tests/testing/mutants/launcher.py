@@ -18,6 +18,40 @@ mutant = MUTANTS = MutantList("launcher", reference=ReversedLauncher, capabiliti
 
 
 @mutant
+class IgnoresSignals(ReversedLauncher):
+    """Ranks ignore SIGTERM, as the caller did at their start."""
+
+    def start(self, place: RankPlace, command: Sequence[str], environment: Mapping[str, str], *, pipes_errors: bool) -> RankProcess:
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            return super().start(place, command, environment, pipes_errors=pipes_errors)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+@mutant
+class OpensFilesToAll(ReversedLauncher):
+    """Ranks write files that every user may change."""
+
+    def start(self, place: RankPlace, command: Sequence[str], environment: Mapping[str, str], *, pipes_errors: bool) -> RankProcess:
+        before = os.umask(0)
+        try:
+            return super().start(place, command, environment, pipes_errors=pipes_errors)
+        finally:
+            os.umask(before)
+
+
+@mutant
+class AddsToTheVariables(ReversedLauncher):
+    """Adds the rank to the variables that it was called with."""
+
+    def start(self, place: RankPlace, command: Sequence[str], environment: Mapping[str, str], *, pipes_errors: bool) -> RankProcess:
+        if isinstance(environment, dict):
+            environment["FRAME_RANK"] = str(place.local_index)
+        return super().start(place, command, environment, pipes_errors=pipes_errors)
+
+
+@mutant
 class ForgetsARank(ReversedLauncher):
     """place leaves out the last rank."""
 
