@@ -144,6 +144,11 @@ def test_a_peer_that_returns_before_its_last_read_ends_stays_known() -> None:
     assert known == {"peer"} and not agent.is_removing("peer")
 
 
+def _list_states(pid: int) -> set[str]:
+    """What the threads of a process do, as the kernel says; "T": stopped."""
+    return {Path(task, "stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()}
+
+
 @pytest.mark.slow
 def test_a_read_that_was_given_up_writes_to_no_buffer_that_is_used_again(
     decode: Decode, peers: PrefillPeers, monkeypatch: pytest.MonkeyPatch
@@ -157,6 +162,7 @@ def test_a_read_that_was_given_up_writes_to_no_buffer_that_is_used_again(
 
     def stop_and_read(*arguments: Any) -> None:
         os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: _list_states(pid) == {"T"}, PATIENCE)  # else it may write a part before it stops
         read(*arguments)
 
     monkeypatch.setattr(nixl, "_READ_SECONDS", 0.5)
