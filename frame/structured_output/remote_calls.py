@@ -342,11 +342,12 @@ class RemoteCalls(StepGrammars):
 
     def _move(self, member: _Member) -> None:
         """Move the requests of an ended process to the others."""
-        for grammar in self._pool.replace(member):
+        lost = self._pool.replace(member)
+        self._moved |= {rid for rid, request in self._held.items() if _of(request) in lost}
+        for grammar in lost:
             grammar.num_moves += 1
             if grammar.num_moves <= MAX_MOVES:
                 self._place(grammar)
-        self._moved |= {rid for rid, request in self._held.items() if _of(request).num_moves}
 
     def accept_tokens(self, drawn: Sequence[tuple[Request, Sequence[int]]], num_rows: int) -> list[Finish | None]:
         if not drawn:

@@ -54,7 +54,9 @@ def test_without_its_own_pip_on_the_path_the_interpreter_is_named(own_pip: Path,
 
 
 @pytest.mark.parametrize(("flags", "is_installed"), [("sse4_2 avx", False), ("avx avx2 fma", False), ("avx avx2 fma", True)])
-def test_cpu_kernels_are_suggested_where_they_run(flags: str, is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_kernels_are_suggested_where_they_run(
+    flags: str, is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
     monkeypatch.setattr(installation, "_CPU", tmp_path / "cpuinfo")
     monkeypatch.setattr(installation, "is_installed", lambda name: is_installed and name == "frame-x86")

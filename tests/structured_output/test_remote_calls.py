@@ -273,6 +273,28 @@ def test_a_slow_call_holds_its_request_alone(fault: str) -> None:
     calls.close()
 
 
+def test_a_held_request_is_not_moved_by_another_process() -> None:
+    """It had moved before; its present process still makes its call."""
+    Slow.until = threading.Event()
+    pool, _ = make_pool({"slow": Slow, "free": Free}, VOCAB, 2)
+    backend, calls, table = pool.start_backend(), RemoteCalls(pool, lambda request, run: None), RequestTable(64, 4)
+    requests = [make_request(i, backend.load("regex", name, b"").start()) for i, name in enumerate(["slow", "free"])]
+    for request in requests:
+        assert calls.start_request(request) is None
+        table.add_request(request)
+    slow, free = (cast("Any", request.grammar) for request in requests)
+    slow.num_moves = 1
+    calls.fill_masks(table, slots_of(requests))
+    assert calls.take_stopped() == requests[:1]
+    table.remove_request(requests[0])
+    calls.hold_request(requests[0])
+    free.member.process.is_alive = False
+    calls.fill_masks(table, slots_of(requests[1:]))
+    assert calls.take_resolved() == [] and len(calls) == 1
+    Slow.until.set()
+    calls.close()
+
+
 ITEM = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},

@@ -46,7 +46,6 @@ class FirstBytes:
         started = self._waiting.pop(number)
         if has_answer:
             self._times.append(now - started)
-            self.is_silent = False
         return now - started
 
     def list_ages(self, now: float) -> list[float]:
@@ -71,6 +70,11 @@ class FirstBytes:
         self.factor = min(ratio, MAX_FACTOR)
         if ratio >= VERY_SLOW and may_suspend:
             self.suspend(now)
+
+    def note_answer(self) -> None:
+        """It is not silent."""
+        if self.is_silent:
+            self.is_silent, self._num_suspensions = False, 0
 
     def suspend(self, now: float, *, is_silent: bool = False) -> None:
         """No requests for a while. It is judged anew after. is_silent: a request had no answer."""

@@ -170,9 +170,10 @@ class Proxy:
         while len(tried) < last and (backend := self._prefill.choose(routing, tried, request.prefixes)) is not None:
             tried.add(backend.number)
             try:
-                with counted(backend, request.prefixes) as place, timed(backend, is_stream=True):
+                with counted(backend, request.prefixes) as place:
                     async with asyncio.timeout_at(deadline):
                         response = await self._exchange.wait(begun, backend, read_short(await self._exchange.open(begun, backend)))
+                    backend.first_bytes.note_answer()
                     if response.status >= FAILED:
                         self._prefill.refuse(routing, place)
             except (LostError, ApiError, httpx.HTTPError, OSError) as error:

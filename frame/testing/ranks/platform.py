@@ -236,7 +236,6 @@ def check_seeds_repeat(platform: Platform) -> None:
 
 def check_defaults_are_left_alone(platform: Platform) -> None:
     """`activate()` chooses the device of the thread, not what new tensors are."""
-
     before = torch.get_default_dtype()
     try:
         for dtype in (torch.float32, torch.bfloat16):

@@ -321,42 +321,42 @@ class SharesOneState(Wrapped):
         return compiled
 
 
+class Caching(Wrapped):
+    """Keeps compiled grammars by `key`."""
+
+    def __init__(self, context: Any, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.cache: dict[str, Any] = {}
+
+    def compile(self, kind: str, source: str) -> Any:
+        return self.cache.setdefault(self.key(kind, source), super().compile(kind, source))
+
+    def key(self, kind: str, source: str) -> str:
+        raise NotImplementedError
+
+
 @mutant
-class CachesByKind(Wrapped):
+class CachesByKind(Caching):
     """Keeps one compiled grammar for each kind."""
 
-    def __init__(self, context: Any, options: Any = None) -> None:
-        super().__init__(context, options)
-        self.cache: dict[str, Any] = {}
-
-    def compile(self, kind: str, source: str) -> Any:
-        found = super().compile(kind, source)
-        return self.cache.setdefault(kind, found)
+    def key(self, kind: str, source: str) -> str:
+        return kind
 
 
 @mutant
-class CachesBySource(Wrapped):
+class CachesBySource(Caching):
     """Keeps compiled grammars by their source, whatever their kind."""
 
-    def __init__(self, context: Any, options: Any = None) -> None:
-        super().__init__(context, options)
-        self.cache: dict[str, Any] = {}
-
-    def compile(self, kind: str, source: str) -> Any:
-        return self.cache.setdefault(source, super().compile(kind, source))
+    def key(self, kind: str, source: str) -> str:
+        return source
 
 
 @mutant
-class CachesByPrefix(Wrapped):
+class CachesByPrefix(Caching):
     """Keeps compiled grammars by the first 20 characters of their source."""
 
-    def __init__(self, context: Any, options: Any = None) -> None:
-        super().__init__(context, options)
-        self.cache: dict[str, Any] = {}
-
-    def compile(self, kind: str, source: str) -> Any:
-        found = super().compile(kind, source)
-        return self.cache.setdefault(kind + source[:20], found)
+    def key(self, kind: str, source: str) -> str:
+        return kind + source[:20]
 
 
 @mutant
