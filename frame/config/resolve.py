@@ -17,7 +17,7 @@ from frame.checkpoint.model_config import find_model, name_model
 from frame.config.hardware import Hardware
 from frame.config.resolution.attention import choose_attention, choose_page_size
 from frame.config.resolution.drafter import check_speculation, find_tree
-from frame.config.resolution.machine import budgets, choose_graph_sizes, choose_jump, dtypes_to_try
+from frame.config.resolution.machine import budgets, choose_grammar_sizes, choose_graph_sizes, dtypes_to_try
 from frame.config.resolution.media import attends_in_both_directions, choose_media, may_serve, plan_media
 from frame.config.resolution.parallel import (
     check_transfers,
@@ -115,6 +115,7 @@ def pinned(resolved: Resolved) -> FrameConfig:
         "scheduler.chunked_prefill_size": resolved.chunked_prefill_size,
         "scheduler.overlap": resolved.overlap,
         "sampling.jump_forward": resolved.jump_forward,
+        "sampling.grammar_mask_processes": resolved.grammar_mask_processes,
         "media.enabled": resolved.media is not None,
         "execution.device": resolved.device,
         "execution.threads": resolved.threads,
@@ -258,15 +259,13 @@ class _Solver:
 
     def _sizes(self, task: Task, whole_prompts: bool, kv_dtype: str, max_context: int) -> dict[str, Any]:
         """The sizes of a step, by name."""
-        sizes = self._budgets(kv_dtype)
+        sizes = self._values(budgets(self.config, self.hardware, self.platform.record, self.model_config, kv_dtype))
         if whole_prompts:
             chunk = sizes["chunked_prefill_size"]
             sizes["chunked_prefill_size"] = self._collect(self._whole_prompts, chunk, max_context) or chunk
         graphs = self._collect(self._graph_sizes, task, sizes["max_running_requests"])
         sizes |= graphs or {"cuda_graph_max_bs": 0, "prompt_graph_max_tokens": 0}
-        jump = choose_jump(has_graphs=sizes["cuda_graph_max_bs"] > 0)
-        sizes["jump_forward"] = int(self._value("sampling.jump_forward", self.config.sampling.jump_forward, *jump))
-        return sizes
+        return sizes | self._values(choose_grammar_sizes(self.config, self.hardware, self.platform.record, sizes))
 
     def _media(self, task: Task, chunk: int, max_context: int) -> MediaPlan | None:
         """Choose the modalities. -> how media are placed; None: requests have text alone."""
@@ -284,7 +283,11 @@ class _Solver:
         if self.config.speculative.algorithm is not None:  # a graph has a row for each drafted token
             tokens *= 1 + (self.tree.num_nodes if self.tree else self.config.speculative.num_steps)
         sizes = choose_graph_sizes(self.chosen, self.config, self.model_config, platform, task, tokens)
-        return {key.partition(".")[2]: self._value(key, explicit, value, why) for key, explicit, value, why in sizes}
+        return self._values(sizes)
+
+    def _values(self, entries: Sequence[tuple[str, Any, Any, str]]) -> dict[str, Any]:
+        """The value of each (setting, user's value, default, reason), by the setting's name."""
+        return {key.partition(".")[2]: self._value(key, explicit, value, why) for key, explicit, value, why in entries}
 
     @property
     def plan(self) -> ParallelPlan:
@@ -493,8 +496,3 @@ class _Solver:
         if explicit is None and max_length and max_length < trained:
             return int(self._value("model.max_context", None, max_length, f"sentence_bert_config.json; positions go to {trained}"))
         return int(self._value("model.max_context", explicit, trained, "what the checkpoint was made for"))
-
-    def _budgets(self, kv_dtype: str) -> dict[str, Any]:
-        """The sizes that follow from the machine's cores and memory, by name."""
-        sizes = budgets(self.config, self.hardware, self.platform.record, self.model_config, kv_dtype)
-        return {key.partition(".")[2]: self._value(key, *rest) for key, *rest in sizes}

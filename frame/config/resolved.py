@@ -57,6 +57,7 @@ class Resolved(BaseModel):
     cuda_graph_max_bs: int = 0  # rows of the largest captured decode; 0: no graphs
     prompt_graph_max_tokens: int = 0  # tokens of the largest captured step with prompts; 0: no graphs
     jump_forward: int = 0  # fewest forced tokens computed in one step; 0: never
+    grammar_mask_processes: int = 0
     mem_fraction: float
     max_total_tokens: int | None  # None: computed from the free memory once the weights are loaded
     threads: int | None  # of one rank, on the CPU

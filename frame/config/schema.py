@@ -313,8 +313,8 @@ class SamplingSection(Section):
     grammar_workers: int = setting(
         2, "Number of grammar compiler processes, started on demand; 0: compile in the engine, without time and memory limits.", ge=0, le=16
     )
-    grammar_mask_processes: int = setting(
-        0, "Number of processes that fill the masks of grammars beside the engine; 0: the engine's threads fill them.", ge=0, le=32
+    grammar_mask_processes: Annotated[int | None, Auto] = setting(
+        None, "Number of processes that fill the masks of grammars beside the engine; 0: the engine's threads fill them.", ge=0, le=32
     )
     grammar_timeout: float = setting(10.0, "Maximum seconds to compile one grammar, and to wait in the compilation queue.", gt=0, le=600)
     grammar_budget: float = setting(

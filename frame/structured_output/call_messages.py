@@ -13,8 +13,9 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
 
 
-class LoadGrammar(msgspec.Struct, frozen=True, array_like=True):
-    """Load compiled grammar `compiled`: arguments of `GrammarBackend.load`. Reply: `Loaded`."""
+class LoadGrammar(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """Load compiled grammar `compiled`: arguments of `GrammarBackend.load`. Reply: `Loaded`; none
+    where it is one of the calls of a step."""
 
     compiled: int
     kind: str
@@ -24,11 +25,12 @@ class LoadGrammar(msgspec.Struct, frozen=True, array_like=True):
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
     """num_bytes: of the grammar; error: one sentence, "" where it is loaded. `is_invalid`: the
-    grammar's fault, not the backend's."""
+    grammar's fault, not the backend's. seconds: CPU time that loading took."""
 
     num_bytes: int = 0
     error: str = ""
     is_invalid: bool = False
+    seconds: float = 0.0
 
 
 class StartRequest(msgspec.Struct, frozen=True, array_like=True, tag="start"):
@@ -71,10 +73,12 @@ class ReleaseRequest(msgspec.Struct, frozen=True, array_like=True, tag="release"
 
 
 class AcceptTokens(msgspec.Struct, frozen=True, array_like=True, tag="accept"):
-    """requests: int32 [n]; tokens: int32 [n], one of each. Reply: `Accepted`."""
+    """requests: int32 [n]; tokens: int32 [n], one of each. num_rows: of the whole step. Reply:
+    `Accepted`."""
 
     requests: bytes
     tokens: bytes
+    num_rows: int
 
 
 class FillMasks(msgspec.Struct, frozen=True, array_like=True, tag="fill"):
@@ -113,7 +117,7 @@ class Resolved(msgspec.Struct, frozen=True, array_like=True):
     requests: dict[int, Finish | None]
 
 
-Call = StartRequest | EndRequest | DropGrammar | HoldRequest | ReleaseRequest | AcceptTokens | FillMasks | PollHeld
+Call = LoadGrammar | StartRequest | EndRequest | DropGrammar | HoldRequest | ReleaseRequest | AcceptTokens | FillMasks | PollHeld
 
 
 def pack(values: list[int]) -> bytes:

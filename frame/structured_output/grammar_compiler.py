@@ -13,6 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -75,6 +76,7 @@ class GrammarCache:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.num_evicted = 0  # bytes
+        self.reread_at = 0.0  # when the compiler reads the sizes again, seconds of its clock
         self._sizes: Counter[str] = Counter()  # bytes, by tenant
         self._entries: dict[str, OrderedDict[Key, tuple[CompiledGrammar | ValueError, int]]] = {}  # by tenant
 
@@ -174,7 +176,7 @@ class GrammarCompiler:
         self._settings = settings or GrammarSettings()
         self._start_process = start_process
         self._backend: GrammarBackend | None = None
-        self._lock = threading.Lock()  # guards `_backend`
+        self._lock = threading.Lock()  # guards `_backend` and `on_loaded`
         self._queue: FairQueue[_Compilation] = FairQueue(self._settings.workers)
         self._pool = ThreadPoolExecutor(self._settings.workers, thread_name_prefix="grammar")
         self._processes: list[CompilerProcess] = []
@@ -182,18 +184,19 @@ class GrammarCompiler:
         self._compiling: dict[Key, _Compilation] = {}
         self._clock = clock
         self._waiting: dict[str, _Waiting] = {}
-        self._reread_at = 0.0  # when the cache reads its sizes again, seconds of the clock
         self._thread = threading.local()  # `process` of each thread
         self._last_timeout_at = 0.0  # when a compilation last timed out, monotonic seconds
+        self.on_loaded: Callable[[], None] | None = None  # called once a first grammar is compiled
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def prepare(self) -> Self:
-        """Load the backend and start the processes, in the threads, before there is a grammar: that
+        """Load the backend and start the processes, in threads, before there is a grammar: that
         takes seconds. An error is raised again by the first grammar."""
         for _ in range(self._settings.workers):
             self._pool.submit(self._compile, _Compilation(PREPARED))
+        threading.Thread(target=self._load_early, name="load-grammar-backend", daemon=True).start()
         return self
 
     def hold_request(self, message: Generate) -> bool:
@@ -231,8 +234,8 @@ class GrammarCompiler:
                 self._cache.put(key, self._compiling[key].future.result()[0] if error is None else ValueError(str(error)))
             del self._compiling[key]
         now = self._clock()
-        if now >= self._reread_at:
-            self._reread_at = now + REREAD
+        if now >= self._cache.reread_at:
+            self._cache.reread_at = now + REREAD
             if self._cache.num_evicted > TRIM_BYTES:  # at the last reading or before
                 self._cache.num_evicted = 0
                 self._pool.submit(return_freed_memory)
@@ -295,19 +298,34 @@ class GrammarCompiler:
         since = compilation.since
         if time.monotonic() - since > self._settings.queue_timeout and self._last_timeout_at > since:  # a long queue alone is not an error
             raise QueueTimeoutError("other grammars keep the compilers busy")
-        backend = self._load_backend()
-        began = time.thread_time()
         if self._start_process is None:
-            return backend.compile(kind, source), time.thread_time() - began
+            backend, began = self._load_backend(), time.thread_time()
+            compiled = backend.compile(kind, source)
+            self._note_loaded()
+            return compiled, time.thread_time() - began
         if not hasattr(self._thread, "process"):
             self._thread.process = self._start_process()
             self._processes.append(self._thread.process)
         try:
-            loaded = backend.load(kind, source, self._thread.process.compile(kind, source))
+            data = self._thread.process.compile(kind, source)
+            backend, began = self._load_backend(), time.thread_time()  # which another thread loads while the process starts
+            loaded = backend.load(kind, source, data)
+            self._note_loaded()
             return loaded, time.thread_time() - began + self._thread.process.cpu_seconds
         except CompileTimeoutError:
             self._last_timeout_at = time.monotonic()
             raise
+
+    def _load_early(self) -> None:
+        with suppress(Exception):
+            self._load_backend()
+
+    def _note_loaded(self) -> None:
+        """Call `on_loaded`: backends load some of their tables with the first grammar."""
+        with self._lock:
+            call, self.on_loaded = self.on_loaded, None
+        if call is not None:
+            call()
 
     def _load_backend(self) -> GrammarBackend:
         with self._lock:

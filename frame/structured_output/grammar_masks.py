@@ -109,6 +109,7 @@ class GrammarCalls(StepGrammars):
         self._is_crowded = False  # the masks of the last step took longer than `CROWDED_SECONDS`
         self._batches_masks = True  # False: a batch was slow, so that its masks have to be measured
         self._is_batch_lost = False  # one did not end
+        self.num_rows = 0  # of a step that others have a share of; 0: its rows are those of the calls
 
     @property
     def num_jumped(self) -> int:
@@ -237,7 +238,7 @@ class GrammarCalls(StepGrammars):
                     calls[i] = call
                 elif state.mask is not None:
                     mask[i], state.mask = state.mask, None
-        self._run(list(calls.values()), len(slots), masks)
+        self._run(list(calls.values()), self.num_rows or len(slots), masks)
         for i, call in calls.items():
             state = get_grammar_state(call.request)
             if state.mask is not None:

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 NUM_BUFFERS = 4  # masks of steps: the device may read those of the last one, and the engine has the next
 REPLY_SECONDS = 10.0  # after which a process is replaced; slow calls of grammars do not delay its replies
 LOAD_SECONDS = 60.0  # to load one compiled grammar
+QUICK_LOAD = 0.02  # CPU seconds; what takes longer is loaded in all processes before a request begins, so that no step waits for it
+MAX_UNEVEN = 4  # requests more in a process that has loaded a grammar than in the one with the fewest
 START_SECONDS = 120.0  # to replace a process, where there is no other
 MAX_MOVES = 3  # of a request, whose grammar may be what ends the processes
 LOST = Finish("error", error="the processes of grammars ended several times with this request; simplify its grammar")
@@ -73,7 +75,7 @@ class CallProcess(Protocol):
 @dataclass(eq=False)
 class _Member:
     """A process, and what the engine keeps of it. pending: calls that the next message brings;
-    loaded: compiled grammars, before a replacement is ready."""
+    loaded: numbers of compiled grammars."""
 
     process: CallProcess
     loaded: set[int] = field(default_factory=set)
@@ -97,16 +99,18 @@ class _Member:
             self.pending.append(messages.EndRequest(number))
             self.free.append(number)
         while self.dropped:
-            self.pending.append(messages.DropGrammar(self.dropped.popleft()))
+            self.pending.append(messages.DropGrammar(number := self.dropped.popleft()))
+            self.loaded.discard(number)
         calls, self.pending = [*self.pending, call], []
         self.process.send(_encode(calls))
 
 
 class RemoteCompiled:
-    """A compiled grammar that every process has loaded (`CompiledGrammar`)."""
+    """A compiled grammar that one process or more has loaded (`CompiledGrammar`). is_slow: all
+    have, because that takes long."""
 
     def __init__(self, pool: ProcessPool, load: messages.LoadGrammar) -> None:
-        self.load = load
+        self.load, self.is_slow = load, False
         self.num_bytes = 0  # in the process where it has most
         self._pool = pool
 
@@ -147,6 +151,7 @@ class ProcessPool:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="grammar-processes")
         self._compiled: WeakSet[RemoteCompiled] = WeakSet()
         self._numbers = itertools.count()
+        self._turns = itertools.count()  # of processes that load a grammar first
         self._ready: list[_Member] = []  # replacements, until the engine's thread takes them
         self._num_starting = 0  # replacements before they are ready
         # Guards the three above: what is added to `_compiled` is read with `_ready`.
@@ -160,33 +165,50 @@ class ProcessPool:
         return RemoteBackend(self)
 
     def load(self, kind: str, source: str, data: bytes) -> RemoteCompiled:
-        """Load a compiled grammar in every process. Raises ValueError for one that is invalid."""
+        """Load a compiled grammar in one process, and in all where it takes long. Raises ValueError
+        for one that is invalid."""
         compiled = RemoteCompiled(self, messages.LoadGrammar(next(self._numbers), kind, source, data))
+        members, turn = self._list_members(), next(self._turns)
+        reply: messages.Loaded | None = None
+        for i in range(len(members)):
+            if (reply := _load(members[(turn + i) % len(members)], compiled.load)) is not None:
+                break
+        if reply is None:
+            raise RuntimeError("the processes of grammars have ended; the cause is in the log")
+        if reply.error:
+            raise (ValueError if reply.is_invalid else RuntimeError)(reply.error)
+        compiled.num_bytes, compiled.is_slow = reply.num_bytes, reply.seconds > QUICK_LOAD
         with self._changed:
             self._compiled.add(compiled)  # replacements load it from now on
-            members = [*self.members, *self._ready]
-        replies = [reply for member in members if (reply := _load(member, compiled.load)) is not None]
-        if not replies:
-            raise RuntimeError("the processes of grammars have ended; the cause is in the log")
-        for reply in replies:
-            if reply.error:
-                raise (ValueError if reply.is_invalid else RuntimeError)(reply.error)
-        compiled.num_bytes = max(reply.num_bytes for reply in replies)
+        if compiled.is_slow:
+            list(self._threads.map(_load, self._list_members(), itertools.repeat(compiled.load)))
         return compiled
 
     def drop_grammar(self, compiled: int) -> None:
-        for member in list(self.members):
-            member.dropped.append(compiled)
+        for member in [*self.members, *self._ready]:
+            if compiled in member.loaded:
+                member.dropped.append(compiled)
 
-    def choose(self) -> _Member | None:
-        """The process with the fewest requests. Where all have ended, it waits for a replacement.
-        None: there is none."""
+    def choose(self, compiled: RemoteCompiled) -> _Member | None:
+        """The process for a request: one that has loaded its grammar, whose requests then share
+        masks; otherwise the one with the fewest requests, which loads it with its next call. Where
+        all have ended, it waits for a replacement. None: there is none."""
         self._take_ready()
         if not self.members:
             with self._changed:
                 self._changed.wait_for(lambda: self._ready or not self._num_starting, START_SECONDS)
             self._take_ready()
-        return min(self.members, key=lambda member: len(member.grammars), default=None)
+        if not self.members:
+            return None
+        emptiest = min(self.members, key=_count_requests)
+        loaded = [member for member in self.members if compiled.load.compiled in member.loaded]
+        chosen = min(loaded, key=_count_requests, default=None)
+        if chosen is not None and _count_requests(chosen) <= _count_requests(emptiest) + MAX_UNEVEN:
+            return chosen
+        if emptiest not in loaded:
+            emptiest.loaded.add(compiled.load.compiled)
+            emptiest.pending.append(compiled.load)
+        return emptiest
 
     def replace(self, member: _Member) -> list[RemoteGrammar]:
         """Take an ended process out. -> its requests, which are in none now."""
@@ -219,6 +241,10 @@ class ProcessPool:
         with self._changed:
             return list(self._compiled)
 
+    def _list_members(self) -> list[_Member]:
+        with self._changed:
+            return [*self.members, *self._ready]
+
     def _take_ready(self) -> None:
         if self._ready:
             with self._changed:
@@ -242,11 +268,12 @@ class ProcessPool:
             member.process.close()
 
     def _load_missing(self, member: _Member) -> bool:
-        """Load what is in use and not loaded. -> whether there was something; otherwise the process
-        is ready."""
+        """Load what is in use, takes long and is not loaded. -> whether there was something;
+        otherwise the process is ready."""
         with self._changed:
-            missing = [each.load for each in self._compiled if each.load.compiled not in member.loaded]
+            missing = [each.load for each in self._compiled if each.is_slow and each.load.compiled not in member.loaded]
             if not missing:
+                member.dropped.extend(member.loaded - {each.load.compiled for each in self._compiled})
                 self._ready.append(member)
         for load in missing:
             _load(member, load)
@@ -255,8 +282,18 @@ class ProcessPool:
 
 
 def _load(member: _Member, load: messages.LoadGrammar) -> messages.Loaded | None:
-    reply = member.process.load(_encode(load), LOAD_SECONDS)
-    return None if reply is None else msgspec.msgpack.decode(reply, type=messages.Loaded)
+    if load.compiled in member.loaded:
+        return None
+    if (reply := member.process.load(_encode(load), LOAD_SECONDS)) is None:
+        return None
+    loaded = msgspec.msgpack.decode(reply, type=messages.Loaded)
+    if not loaded.error:
+        member.loaded.add(load.compiled)
+    return loaded
+
+
+def _count_requests(member: _Member) -> int:
+    return len(member.grammars)
 
 
 class RemoteBackend(GrammarBackend):
@@ -304,8 +341,8 @@ class RemoteCalls(StepGrammars):
         return None if self._place(grammar) else queue_full("the processes of grammars cannot be started")
 
     def _place(self, grammar: RemoteGrammar) -> bool:
-        """Begin a request in the process that has the fewest. False: there is none."""
-        member = self._pool.choose()
+        """Begin a request in a process. False: there is none."""
+        member = self._pool.choose(grammar.compiled)
         if member is None or grammar.first is None:
             return False
         grammar.member, grammar.number = member, member.take_number()
@@ -356,7 +393,7 @@ class RemoteCalls(StepGrammars):
         tokens = [each[0] for _, each in drawn]
 
         def make(numbers: list[int], places: list[int]) -> Call:
-            return messages.AcceptTokens(pack(numbers), pack([tokens[i] for i in places]))
+            return messages.AcceptTokens(pack(numbers), pack([tokens[i] for i in places]), num_rows)
 
         ends: list[Finish | None] = [None] * len(drawn)
         for reply, places in self._exchange(rows, make, messages.Accepted):

@@ -7,6 +7,7 @@ module. Must not know how messages travel.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from array import array
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from frame.core.interfaces.sampling import CompiledGrammar, GrammarBackend
     from frame.core.scheduling.request_slots import RequestTable
     from frame.core.scheduling.running import RunningSet
+
+log = logging.getLogger(__name__)
 
 REREAD = 1.0  # seconds between two readings of the sizes of compiled grammars
 _decode_calls = msgspec.msgpack.Decoder(list[Call]).decode
@@ -82,8 +85,8 @@ class ServedCalls:
     """masks: int32 [buffers, rows, words], shared with the engine. jumps: None: all tokens are
     sampled. `load_grammar` may run in another thread than the other methods."""
 
-    def __init__(self, masks: np.ndarray, vocab_size: int, threads: int, jumps: JumpSettings | None) -> None:
-        self._masks, self._table = masks, _Table()
+    def __init__(self, backend: GrammarBackend, masks: np.ndarray, vocab_size: int, threads: int, jumps: JumpSettings | None) -> None:
+        self._backend, self._masks, self._table = backend, masks, _Table()
         self._runs = _Runs(self._table)
         running = cast("RunningSet", self._runs)
         self._jumps = None if jumps is None else JumpForward(running, jumps.fewest, jumps.rows, jumps.tokens, jumps.parts)
@@ -93,22 +96,18 @@ class ServedCalls:
         self._errors: dict[int, Finish] = {}  # of requests that could not begin
         self._reread_at = 0.0
 
-    def load_grammar(self, backend: GrammarBackend, message: bytes) -> bytes:
+    def load_grammar(self, message: bytes) -> bytes:
         """Carry out a `LoadGrammar`. -> the reply."""
-        load = _decode_load(message)
-        try:
-            compiled = backend.load(load.kind, load.source, load.data)
-        except Exception as error:  # noqa: BLE001 - a backend's fault is its grammar's error
-            return _encode(messages.Loaded(error=str(error) or type(error).__name__, is_invalid=isinstance(error, ValueError)))
-        self._sizes[load.compiled] = compiled.num_bytes
-        self._compiled[load.compiled] = compiled
-        return _encode(messages.Loaded(compiled.num_bytes))
+        return _encode(self._load(_decode_load(message)))
 
     def answer(self, message: bytes, reply: Callable[[bytes], None]) -> None:
         """Carry out the calls of a message. `reply` sends what the last one returns."""
         for call in _decode_calls(message):
             if isinstance(call, messages.StartRequest):
                 self._start(call)
+            elif isinstance(call, messages.LoadGrammar):
+                if (loaded := self._load(call)).error:
+                    log.error("a grammar that another process has loaded cannot be loaded: %s", loaded.error)
             elif isinstance(call, messages.EndRequest):
                 self._end(call.request)
             elif isinstance(call, messages.DropGrammar):
@@ -130,6 +129,16 @@ class ServedCalls:
 
     def close(self) -> None:
         self._calls.close()
+
+    def _load(self, load: messages.LoadGrammar) -> messages.Loaded:
+        began = time.thread_time()
+        try:
+            compiled = self._backend.load(load.kind, load.source, load.data)
+        except Exception as error:  # noqa: BLE001 - a backend's fault is its grammar's error
+            return messages.Loaded(error=str(error) or type(error).__name__, is_invalid=isinstance(error, ValueError))
+        self._sizes[load.compiled] = compiled.num_bytes
+        self._compiled[load.compiled] = compiled
+        return messages.Loaded(compiled.num_bytes, seconds=time.thread_time() - began)
 
     def _start(self, call: messages.StartRequest) -> None:
         number = call.request
@@ -165,7 +174,7 @@ class ServedCalls:
                 drawn.append((request, (token,)))
                 places.append(i)
                 committed[number] += 1
-        for i, end in zip(places, self._calls.accept_tokens(drawn, len(drawn)) if drawn else (), strict=True):
+        for i, end in zip(places, self._calls.accept_tokens(drawn, call.num_rows) if drawn else (), strict=True):
             if end is not None:
                 ends[i] = end
         return messages.Accepted(ends, self._read_sizes())
@@ -182,6 +191,7 @@ class ServedCalls:
 
     def _fill(self, call: messages.FillMasks) -> messages.Filled:
         numbers, rows = unpack(call.requests), unpack(call.rows)
+        self._calls.num_rows = call.num_samples
         if self._jumps is not None:
             self._jumps.num_samples = call.num_samples
         masks = self._calls.fill_masks(cast("RequestTable", cast("Any", self._table)), numbers)

@@ -17,14 +17,14 @@ class LocalProcess:
     """`is_alive`: False ends it; `dies_in`: messages after which it ends, -1: none; `is_slow`:
     replies come after the time of the engine."""
 
-    def __init__(self, backend: GrammarBackend, calls: ServedCalls) -> None:
-        self.calls, self._backend = calls, backend
+    def __init__(self, calls: ServedCalls) -> None:
+        self.calls = calls
         self._replies: deque[bytes] = deque()
         self.is_alive, self.dies_in, self.num_loads = True, -1, 0
 
     def load(self, message: bytes, seconds: float) -> bytes | None:
         self.num_loads += 1
-        return self.calls.load_grammar(self._backend, message) if self.is_alive else None
+        return self.calls.load_grammar(message) if self.is_alive else None
 
     def send(self, message: bytes) -> None:
         if self.dies_in == 0:
@@ -71,7 +71,7 @@ def make_pool(
     masks, started = np.zeros((NUM_BUFFERS, rows, -(-vocab_size // 32)), np.int32), list[Any]()
 
     def start() -> LocalProcess:
-        started.append(LocalProcess(ByName(grammars), ServedCalls(masks, vocab_size, 1, jumps)))
+        started.append(LocalProcess(ServedCalls(ByName(grammars), masks, vocab_size, 1, jumps)))
         return started[-1]
 
     return ProcessPool(start, count, masks), started

@@ -31,7 +31,7 @@ def test_calls_of_a_step_are_read_as_they_were_written() -> None:
         DropGrammar(7),
         HoldRequest(3),
         ReleaseRequest(3),
-        AcceptTokens(pack([3]), pack([9])),
+        AcceptTokens(pack([3]), pack([9]), 2),
         FillMasks(pack([3, 1]), pack([0, 200]), 2, 256),
         PollHeld(),
     ]

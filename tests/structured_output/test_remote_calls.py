@@ -20,7 +20,7 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
-from frame.structured_output import remote_calls
+from frame.structured_output import grammar_threads, remote_calls
 from frame.structured_output.grammar_calls import BROKEN_GRAMMAR, GrammarMeter, MeteredGrammar
 from frame.structured_output.grammar_masks import GrammarCalls
 from frame.structured_output.jump_forward import JumpForward
@@ -112,6 +112,7 @@ def test_masks_and_ends_are_those_of_the_engine(jumps: bool, seed: int, monkeypa
     """Also where processes end before and between the calls of steps, or do not reply."""
     numbers = random.Random(seed)
     monkeypatch.setattr(remote_calls, "MAX_MOVES", 1000)
+    monkeypatch.setattr(grammar_threads, "LOST_SECONDS", 60.0)  # on a busy machine, no call is slow
     # The error of a mask is lost with its process; then a token that was drawn without it decides.
     names = [numbers.choice([name for name in GRAMMARS if name != "breaking" or not seed]) for _ in range(14)]
     pool, processes = make_pool(GRAMMARS, VOCAB, 3, JumpSettings(2, 0, 0, 3) if jumps else None)
@@ -126,7 +127,7 @@ def test_masks_and_ends_are_those_of_the_engine(jumps: bool, seed: int, monkeypa
         while len([process for process in processes if process.is_alive]) < 2:  # a replacement comes
             assert time.monotonic() < deadline
             time.sleep(0.001)
-            pool.choose()
+            pool.choose(compiled["free"])
 
     seen = serve(lambda extends: RemoteCalls(pool, extends.extend_request), lambda name: compiled[name].start(), names, end_some)
     assert seen == serve_here(names, jumps)
@@ -223,7 +224,66 @@ def test_what_is_not_used_leaves_the_processes() -> None:
     calls.fill_masks(table, slots_of(others))
     left = [len([each for each in process.calls._table.requests if each is not None]) for process in processes]
     assert sum(left) == 4 and min(left) == 2
-    assert [len(process.calls._compiled) for process in processes] == [4, 4]
+    assert [len(process.calls._compiled) for process in processes] == [2, 2]
+
+
+def count_places(processes: list[Any]) -> list[int]:
+    return [len([each for each in process.calls._table.requests if each is not None]) for process in processes]
+
+
+def test_requests_of_a_grammar_share_a_process_until_it_has_more_than_others() -> None:
+    pool, processes = make_pool(GRAMMARS, VOCAB, 4, rows=24)
+    backend, calls, table = pool.start_backend(), RemoteCalls(pool, lambda request, run: None), RequestTable(64, 4)
+    names = ["free"] * 12 + [f"script {i}" for i in range(4) for _ in range(3)]
+    compiled = {name: backend.load("regex", name, b"") for name in dict.fromkeys(names)}
+    assert [process.num_loads for process in processes] == [2, 1, 1, 1]
+    requests = [make_request(i, compiled[name].start()) for i, name in enumerate(names)]
+    for request in requests:
+        assert calls.start_request(request) is None
+        table.add_request(request)
+    calls.fill_masks(table, slots_of(requests))
+    places = count_places(processes)
+    assert sum(places) == 24 and max(places) - min(places) <= remote_calls.MAX_UNEVEN + 1
+    alone = [each for each in requests if len({id(cast("Any", other.grammar).member) for other in requests
+             if cast("Any", other.grammar).compiled is cast("Any", each.grammar).compiled}) == 1]  # fmt: skip
+    assert len(alone) >= 6
+    assert sum(len(process.calls._compiled) for process in processes) < 4 * len(compiled)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_grammar_that_loads_slowly_is_loaded_everywhere_before_it_begins(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
+    monkeypatch.setattr(remote_calls, "QUICK_LOAD", -1.0)
+    pool, processes = make_pool(GRAMMARS, VOCAB, 3)
+    compiled = [pool.start_backend().load("regex", "free", b"")]
+    if dies:
+        processes[1].is_alive = False
+        pool.replace(pool.members[1])
+        deadline = time.monotonic() + 10
+        while len(pool.members) < 3:
+            assert time.monotonic() < deadline
+            pool.choose(cast("Any", compiled[0]))
+    assert [process.num_loads for process in processes] == [1] * (3 + dies)
+    assert all(not member.pending for member in pool.members)
+    compiled.clear()
+    gc.collect()
+    assert all(len(member.dropped) == 1 for member in pool.members)
+
+
+def test_a_process_that_cannot_load_what_another_has_loaded_ends_those_requests() -> None:
+    pool, processes = make_pool(GRAMMARS, VOCAB, 2)
+    backend, calls, table = pool.start_backend(), RemoteCalls(pool, lambda request, run: None), RequestTable(64, 4)
+    compiled = backend.load("regex", "free", b"")
+    processes[1].calls._backend.compiled.clear()
+    requests = [make_request(i, compiled.start()) for i in range(8)]
+    for request in requests:
+        assert calls.start_request(request) is None
+        table.add_request(request)
+    masks = calls.fill_masks(table, slots_of(requests))
+    assert masks is not None
+    ends = calls.accept_tokens([(request, [9]) for request in requests], 8)
+    bad = [i for i, request in enumerate(requests) if cast("Any", request.grammar).member is pool.members[1]]
+    assert bad and [i for i, end in enumerate(ends) if end is not None] == bad
+    assert all("error" in str(ends[i]) for i in bad)
 
 
 class Slow(Free):

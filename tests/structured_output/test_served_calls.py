@@ -36,10 +36,11 @@ BACKEND = ByName({"free": Free, "script": lambda: Script([1, 2, 1], VOCAB), "rai
 
 def make_served() -> tuple[ServedCalls, np.ndarray, dict[str, int]]:
     masks = np.zeros((2, 8, 2), np.int32)
-    served, numbers = ServedCalls(masks, VOCAB, 1, None), {}
+    served, numbers = ServedCalls(BACKEND, masks, VOCAB, 1, None), {}
     for number, name in enumerate(BACKEND.compiled):
-        reply = served.load_grammar(BACKEND, msgspec.msgpack.encode(LoadGrammar(number, "regex", name, b"")))
-        assert msgspec.msgpack.decode(reply, type=Loaded) == Loaded(1000)
+        reply = served.load_grammar(msgspec.msgpack.encode(LoadGrammar(number, "regex", name, b"")))
+        loaded = msgspec.msgpack.decode(reply, type=Loaded)
+        assert loaded.num_bytes == 1000 and not loaded.error and loaded.seconds >= 0
         numbers[name] = number
     return served, masks, numbers
 
@@ -67,13 +68,13 @@ def test_masks_are_written_to_their_rows() -> None:
 
 def test_a_request_that_cannot_begin_ends_at_its_first_token() -> None:
     served, masks, numbers = make_served()
-    served.load_grammar(BACKEND, msgspec.msgpack.encode(LoadGrammar(9, "regex", "free", b"")))
+    served.load_grammar(msgspec.msgpack.encode(LoadGrammar(9, "regex", "free", b"")))
     calls = [start(0, numbers["raises"]), start(1, numbers["script"], output=[30]), start(2, 55), start(3, numbers["free"])]
     ask(served, *calls, FillMasks(pack([0, 1, 2, 3]), pack([0, 1, 2, 3]), 0, 4), kind=Filled)
     assert (masks[0, :4] == -1).all()
-    accepted = ask(served, AcceptTokens(pack([0, 1, 2, 3]), pack([5, 5, 5, 5])), kind=Accepted)
+    accepted = ask(served, AcceptTokens(pack([0, 1, 2, 3]), pack([5, 5, 5, 5]), 4), kind=Accepted)
     assert sorted(accepted.ends) == [0, 1, 2] and "no matcher" in accepted.ends[0].error and "breaks" in accepted.ends[1].error
-    again = ask(served, EndRequest(0), start(0, numbers["free"]), AcceptTokens(pack([0]), pack([5])), kind=Accepted)
+    again = ask(served, EndRequest(0), start(0, numbers["free"]), AcceptTokens(pack([0]), pack([5]), 1), kind=Accepted)
     assert again.ends == {}  # the number is used again
     served.close()
 
@@ -82,8 +83,8 @@ def test_the_engine_gets_the_sizes_that_have_changed(monkeypatch: Any) -> None:
     served, _, numbers = make_served()
     monkeypatch.setattr("frame.structured_output.served_calls.REREAD", 0.0)
     ask(served, start(0, numbers["free"]))
-    assert ask(served, AcceptTokens(pack([0]), pack([5])), kind=Accepted).sizes == {}
+    assert ask(served, AcceptTokens(pack([0]), pack([5]), 1), kind=Accepted).sizes == {}
     monkeypatch.setattr(BACKEND.compiled["free"], "num_bytes", 5000)
-    assert ask(served, AcceptTokens(pack([0]), pack([5])), kind=Accepted).sizes == {numbers["free"]: 5000}
-    assert ask(served, AcceptTokens(pack([0]), pack([5])), kind=Accepted).sizes == {}
+    assert ask(served, AcceptTokens(pack([0]), pack([5]), 1), kind=Accepted).sizes == {numbers["free"]: 5000}
+    assert ask(served, AcceptTokens(pack([0]), pack([5]), 1), kind=Accepted).sizes == {}
     served.close()

@@ -21,6 +21,8 @@ MIN_RUNNING, MAX_RUNNING = 256, 512  # bounds of the default of scheduler.max_ru
 TOKENS_A_REQUEST = 1024  # prompt and output of a typical request
 MAX_DECODES = 1024  # default bound on the rows of the largest captured decode
 MAX_PROMPT_TOKENS = 2048  # default bound on the tokens of the largest captured step with prompts; more gain little on any model
+MIN_MASK_PROCESSES, MAX_MASK_PROCESSES = 4, 8  # of sampling.grammar_mask_processes, where its default is not 0
+MASK_PROCESS_ROWS = 64  # running requests from which on masks are filled in processes
 # Products of a weight and a token that a GPU computes while the host launches one layer's kernels
 # (0.2 ms, measured).
 _GEMMS_PER_LAUNCHED_LAYER = 60e9
@@ -240,8 +242,27 @@ def _attention_weights(model_config: ModelConfig) -> int:
     return hidden * (2 * model_config.num_heads + 2 * model_config.num_kv_heads) * model_config.head_dim
 
 
-def choose_jump(*, has_graphs: bool) -> tuple[int, str]:
-    """The fewest forced tokens in a row that are computed in one step, and the reason."""
-    if has_graphs:
-        return 3, "a run takes as many rows of the step's CUDA graph as it has tokens"
-    return 2, "a row of several tokens costs a step little more than one of one"
+def choose_grammar_sizes(
+    config: FrameConfig, hardware: Hardware, platform: PluginRecord, sizes: Mapping[str, int]
+) -> list[tuple[str, int | None, int, str]]:
+    """(setting, user's value, default, reason) of the fewest forced tokens in a row that are
+    computed in one step, and of the processes that fill masks. sizes: of steps, by name."""
+    jump, why_jump = 2, "a row of several tokens costs a step little more than one of one"
+    if sizes["cuda_graph_max_bs"]:
+        jump, why_jump = 3, "a run takes as many rows of the step's CUDA graph as it has tokens"
+    parallel, sampling = config.parallel, config.sampling
+    processes = min(MAX_MASK_PROCESSES, hardware.cpu_cores // (2 * parallel.dp))
+    if config.speculative.algorithm is not None or parallel.dp_attention:
+        processes, why = 0, "the engine's threads: processes take no drafts and no attention groups"
+    elif not sampling.grammar_workers:
+        processes, why = 0, "the engine's threads, as sampling.grammar_workers is 0"
+    elif get_capabilities(platform).is_host or processes < MIN_MASK_PROCESSES:
+        processes, why = 0, f"the engine's threads: {hardware.cpu_cores} cores are few"
+    elif sizes["max_running_requests"] < MASK_PROCESS_ROWS:
+        processes, why = 0, f"the engine's threads: fewer than {MASK_PROCESS_ROWS} requests run at a time"
+    else:
+        why = "half of the cores: masks of many requests hold the interpreter's lock"
+    return [
+        ("sampling.jump_forward", sampling.jump_forward, jump, why_jump),
+        ("sampling.grammar_mask_processes", sampling.grammar_mask_processes, processes, why),
+    ]

@@ -162,7 +162,7 @@ def build_scheduler(
 
 def build_pool(resolved: Resolved) -> ProcessPool | None:
     """The processes that call grammars; None: the engine calls them."""
-    count = resolved.user.sampling.grammar_mask_processes
+    count = resolved.grammar_mask_processes
     if not count or not resolved.plugins.get("grammar_backend") or resolved.tokenizer_path is None:
         return None
     from frame.entrypoints.processes.grammar_process import GrammarCallProcess, MaskMemory
@@ -175,7 +175,8 @@ def build_pool(resolved: Resolved) -> ProcessPool | None:
     jumps = None
     if resolved.jump_forward:
         jumps = JumpSettings(resolved.jump_forward, ROWS_A_TOKEN, resolved.cuda_graph_max_bs, count)
-    start = partial(GrammarCallProcess, resolved.model_dump_json(), vocab_size, memory, max(1, cores // count), jumps)
+    threads = max(1, min(cores, 2 * cores // count))  # the rows of few processes are slow at a time
+    start = partial(GrammarCallProcess, resolved.model_dump_json(), vocab_size, memory, threads, jumps)
     return ProcessPool(start, count, memory.masks)
 
 

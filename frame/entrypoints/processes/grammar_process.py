@@ -14,6 +14,7 @@ and the memory of the masks. The calls of steps take standard input and output.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import mmap
@@ -43,7 +44,7 @@ from frame.host.child_process import PARENTS_SIGNALS, die_with_parent
 from frame.host.descriptors import wait_readable
 from frame.host.interpreter import child_environment, python_command
 from frame.plugins.registry import Registry
-from frame.structured_output.grammar_compiler import CompileTimeoutError
+from frame.structured_output.grammar_compiler import PREPARED, CompileTimeoutError
 
 if TYPE_CHECKING:
     from frame.structured_output.served_calls import JumpSettings, ServedCalls
@@ -431,21 +432,24 @@ def serve_calls(load: Callable[[Setup], GrammarBackend] = load_configured_backen
     if (first := read_message(0)) is None:
         return
     setup = msgspec.msgpack.decode(first, type=Setup)
+    jumps = JumpSettings(*setup.jumps) if setup.jumps else None
     backend = load(setup)
-    calls = ServedCalls(
-        map_masks(memory, setup.shape), setup.vocab_size, setup.threads, JumpSettings(*setup.jumps) if setup.jumps else None
-    )
-    threading.Thread(target=serve_loads, args=(calls, backend, calls_in, replies_out), name="load-grammars", daemon=True).start()
+    calls = ServedCalls(backend, map_masks(memory, setup.shape), setup.vocab_size, setup.threads, jumps)
+    with contextlib.suppress(Exception):  # a backend's first grammar takes longer; one without this kind refuses it
+        backend.compile(*PREPARED[1:])
+    gc.collect()
+    gc.freeze()  # collections that traverse a vocabulary would delay steps by 0.1 s
+    threading.Thread(target=serve_loads, args=(calls, calls_in, replies_out), name="load-grammars", daemon=True).start()
     write_message(replies, b"")
     while (message := read_message(0)) is not None:
         calls.answer(message, lambda reply: write_message(replies, reply))
 
 
-def serve_loads(calls: ServedCalls, backend: GrammarBackend, calls_in: int, replies_out: int) -> None:
+def serve_loads(calls: ServedCalls, calls_in: int, replies_out: int) -> None:
     """Load compiled grammars until the pipe closes."""
     while (message := read_message(calls_in)) is not None:
         with contextlib.suppress(BrokenPipeError):
-            write_message(replies_out, calls.load_grammar(backend, message))
+            write_message(replies_out, calls.load_grammar(message))
 
 
 if __name__ == "__main__":

@@ -246,3 +246,26 @@ def test_the_count_of_weights_is_never_above_the_published_one(layers: int, hidd
     assert count_weights(large, None) <= 2 * parameters
     if "hybrid_override_pattern" not in config:
         assert count_weights(large, None) > 1.8 * parameters
+
+
+@pytest.mark.parametrize(
+    ("cores", "sections", "count", "why"),
+    [
+        (32, {}, 8, "half of the cores"),
+        (12, {}, 6, "half of the cores"),
+        (6, {}, 0, "6 cores are few"),
+        (16, {"parallel": {"dp": 2}}, 4, "half of the cores"),
+        (32, {"speculative": {"algorithm": "ngram"}}, 0, "no drafts"),
+        (32, {"sampling": {"grammar_workers": 0}}, 0, "grammar_workers is 0"),
+        (32, {"scheduler": {"max_running_requests": 32}}, 0, "fewer than 64 requests"),
+        (32, {"execution": {"device": "cpu"}}, 0, "few"),
+        (4, {"sampling": {"grammar_mask_processes": 3}}, 3, None),
+    ],
+)
+def test_processes_fill_masks_where_a_gpu_has_many_cores(cores: int, sections: dict[str, Any], count: int, why: str | None) -> None:
+    config = FrameConfig.model_validate({"model": {"path": EMBEDDED}, **sections})
+    hardware = dataclasses.replace(H200, cpu_cores=cores)
+    result = resolve(config, hardware, LLAMA_8B, load_registry(installed=False).all_records())
+    assert result.grammar_mask_processes == count
+    reason = result.reasons.get("sampling.grammar_mask_processes")
+    assert reason is None if why is None else why in str(reason)
