@@ -35,10 +35,11 @@ from frame.entrypoints.processes import grammar_process
 from frame.entrypoints.processes.grammar_process import GrammarCallProcess, MaskMemory
 from frame.plugins.grammar_backends import llguidance
 from frame.structured_output import grammar_masks, grammar_threads
+from frame.structured_output.call_processes import NUM_BUFFERS, ProcessPool
 from frame.structured_output.grammar_calls import GrammarMeter, MeteredGrammar
 from frame.structured_output.grammar_masks import GrammarCalls
 from frame.structured_output.jump_forward import JumpForward
-from frame.structured_output.remote_calls import NUM_BUFFERS, ProcessPool, RemoteCalls
+from frame.structured_output.remote_calls import RemoteCalls
 from frame.structured_output.served_calls import JumpSettings
 
 Source = tuple[str, str]  # kind and text of a grammar

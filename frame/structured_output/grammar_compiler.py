@@ -59,7 +59,11 @@ class GrammarSettings:
     request_timeout: float = 600.0  # seconds; the deadline of a request that sets none
 
 
-class QueueTimeoutError(RuntimeError):
+class GrammarUnavailableError(RuntimeError):
+    """A grammar cannot be taken now, and may be sent again later."""
+
+
+class QueueTimeoutError(GrammarUnavailableError):
     """A grammar waited too long in the queue of the compilers."""
 
 
@@ -342,7 +346,7 @@ def _outcome(waiting: _Waiting, budget: float) -> Grammar | Finish | None:
         if not source.future.done():
             return None
         error = source.future.exception()
-    if isinstance(error, QueueTimeoutError):
+    if isinstance(error, GrammarUnavailableError):
         return queue_full(str(error))
     if error is not None:
         return grammar_error(error, params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -9,21 +10,24 @@ from typing import Any
 import numpy as np
 
 from frame.core.interfaces.sampling import CompiledGrammar, Grammar, GrammarBackend
-from frame.structured_output.remote_calls import NUM_BUFFERS, ProcessPool
+from frame.structured_output.call_processes import NUM_BUFFERS, ProcessPool
 from frame.structured_output.served_calls import JumpSettings, ServedCalls
 
 
 class LocalProcess:
-    """`is_alive`: False ends it; `dies_in`: messages after which it ends, -1: none; `is_slow`:
-    replies come after the time of the engine."""
+    """`is_alive`: False ends it; `dies_in`: messages after which it ends, -1: none; `is_stopped`:
+    there are no replies; `dies_at_load`: the name of a grammar."""
 
     def __init__(self, calls: ServedCalls) -> None:
         self.calls = calls
         self._replies: deque[bytes] = deque()
-        self.is_alive, self.dies_in, self.num_loads = True, -1, 0
+        self.is_alive, self.is_stopped, self.is_closed = True, False, False
+        self.dies_in, self.dies_at_load, self.num_loads = -1, "", 0
 
     def load(self, message: bytes, seconds: float) -> bytes | None:
         self.num_loads += 1
+        if self.dies_at_load and self.dies_at_load.encode() in message:
+            self.is_alive = False
         return self.calls.load_grammar(message) if self.is_alive else None
 
     def send(self, message: bytes) -> None:
@@ -34,10 +38,13 @@ class LocalProcess:
             self.calls.answer(message, self._replies.append)
 
     def receive(self, seconds: float) -> bytes | None:
+        if self.is_stopped:
+            time.sleep(seconds)
+            return None
         return self._replies.popleft() if self.is_alive else None
 
     def close(self) -> None:
-        self.is_alive = False
+        self.is_alive, self.is_closed = False, True
 
 
 class Made:

@@ -20,11 +20,11 @@ from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish
 from frame.core.scheduling.request import Request
 from frame.core.scheduling.request_slots import RequestTable
-from frame.structured_output import grammar_threads, remote_calls
+from frame.structured_output import call_processes, grammar_threads, remote_calls
 from frame.structured_output.grammar_calls import BROKEN_GRAMMAR, GrammarMeter, MeteredGrammar
 from frame.structured_output.grammar_masks import GrammarCalls
 from frame.structured_output.jump_forward import JumpForward
-from frame.structured_output.remote_calls import LOST, RemoteCalls
+from frame.structured_output.remote_calls import LOST, NO_PROCESS, RemoteCalls
 from frame.structured_output.served_calls import JumpSettings
 from tests.core.scheduling.scripted_grammar import BreakingScript, Free, Script
 from tests.structured_output.local_process import make_pool
@@ -174,35 +174,55 @@ def test_a_request_that_ends_processes_ends_itself(count: int) -> None:
     assert calls.accept_tokens([(requests[0], [9])], 1) == [LOST]
 
 
-def test_processes_that_cannot_be_replaced() -> None:
+def test_processes_that_cannot_be_replaced_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_processes, "RETRY_SECONDS", 0.1)
     pool, processes = make_pool(GRAMMARS, VOCAB, 1)
     backend, calls, table = pool.start_backend(), RemoteCalls(pool, lambda request, run: None), RequestTable(64, 4)
-    requests = [make_request(i, backend.load("regex", "free", b"").start()) for i in range(2)]
+    compiled = backend.load("regex", "free", b"")
+    requests = [make_request(i, compiled.start()) for i in range(2)]
     assert calls.start_request(requests[0]) is None
     table.add_request(requests[0])
 
     def fail() -> Any:
         raise RuntimeError("no memory")
 
-    pool._start_process = fail
+    start, pool._start_process = pool._start_process, fail
     processes[0].is_alive = False
     assert calls.fill_masks(table, slots_of(requests[:1])) is not None
-    assert calls.accept_tokens([(requests[0], [9])], 1) == [LOST]
-    refusal = calls.start_request(requests[1])
-    assert refusal is not None and refusal.code == "queue_full"
+    assert calls.accept_tokens([(requests[0], [9])], 1) == [NO_PROCESS]
+    assert calls.start_request(requests[1]) == NO_PROCESS
+    pool._start_process = start
+    deadline = time.monotonic() + 10
+    while calls.start_request(make_request(2, compiled.start())) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    calls.close()
 
 
-def test_errors_of_loading_are_those_of_the_backend() -> None:
-    pool, processes = make_pool(GRAMMARS, VOCAB, 2)
-    backend = pool.start_backend()
-    with pytest.raises(ValueError, match="regex is not known"):
-        backend.load("regex", "unknown", b"")
-    with pytest.raises(RuntimeError, match="odd"):
-        backend.load("regex", "odd", b"")
+def test_processes_that_do_not_reply_share_one_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams without grammars wait as long."""
+    monkeypatch.setattr(remote_calls, "REPLY_SECONDS", 0.5)
+    pool, calls, table, requests, processes = started(["free"] * 12, 4)
     for process in processes:
-        process.is_alive = False
-    with pytest.raises(RuntimeError, match="have ended"):
-        backend.load("regex", "free", b"")
+        process.is_stopped = True
+    began = time.monotonic()
+    masks = calls.fill_masks(table, slots_of(requests))
+    assert 0.5 <= time.monotonic() - began < 1.0
+    assert masks is not None and calls.accept_tokens([(request, [9]) for request in requests], 12) == [None] * 12
+    assert len(processes) == 8 and len(pool.members) == 4
+    calls.close()
+
+
+def test_a_process_that_a_load_finds_ended_keeps_its_requests_until_they_move() -> None:
+    pool, calls, table, requests, _ = started(["free"] * 2, 2)
+    assert calls.fill_masks(table, slots_of(requests)) is not None
+    ended = cast("Any", requests[0].grammar).member
+    ended.process.is_alive = False
+    loads = [pool.load("regex", f"script {i}", b"") for i in range(2)]  # one of them meets it
+    assert len(loads) == 2 and ended not in pool.members and not ended.process.is_closed
+    assert calls.accept_tokens([(request, [9]) for request in requests], 2) == [None] * 2
+    assert cast("Any", requests[0].grammar).member in pool.members and ended.process.is_closed
+    calls.close()
 
 
 def test_what_is_not_used_leaves_the_processes() -> None:
@@ -243,30 +263,11 @@ def test_requests_of_a_grammar_share_a_process_until_it_has_more_than_others() -
         table.add_request(request)
     calls.fill_masks(table, slots_of(requests))
     places = count_places(processes)
-    assert sum(places) == 24 and max(places) - min(places) <= remote_calls.MAX_UNEVEN + 1
+    assert sum(places) == 24 and max(places) - min(places) <= call_processes.MAX_UNEVEN + 1
     alone = [each for each in requests if len({id(cast("Any", other.grammar).member) for other in requests
              if cast("Any", other.grammar).compiled is cast("Any", each.grammar).compiled}) == 1]  # fmt: skip
     assert len(alone) >= 6
     assert sum(len(process.calls._compiled) for process in processes) < 4 * len(compiled)
-
-
-@pytest.mark.parametrize("dies", [False, True])
-def test_a_grammar_that_loads_slowly_is_loaded_everywhere_before_it_begins(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
-    monkeypatch.setattr(remote_calls, "QUICK_LOAD", -1.0)
-    pool, processes = make_pool(GRAMMARS, VOCAB, 3)
-    compiled = [pool.start_backend().load("regex", "free", b"")]
-    if dies:
-        processes[1].is_alive = False
-        pool.replace(pool.members[1])
-        deadline = time.monotonic() + 10
-        while len(pool.members) < 3:
-            assert time.monotonic() < deadline
-            pool.choose(cast("Any", compiled[0]))
-    assert [process.num_loads for process in processes] == [1] * (3 + dies)
-    assert all(not member.pending for member in pool.members)
-    compiled.clear()
-    gc.collect()
-    assert all(len(member.dropped) == 1 for member in pool.members)
 
 
 def test_a_process_that_cannot_load_what_another_has_loaded_ends_those_requests() -> None:

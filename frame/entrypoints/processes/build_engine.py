@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from frame.kv_tiers.build import TierSettings
     from frame.loading.update_copy import UpdateCopy
     from frame.parallel.tp_follower import OrderedTiers
-    from frame.structured_output.remote_calls import ProcessPool
+    from frame.structured_output.call_processes import ProcessPool
 
 
 def load_parts(resolved: Resolved, registry: Registry) -> Parts:

@@ -45,7 +45,7 @@ from frame.structured_output.jump_forward import JumpForward
 
 if TYPE_CHECKING:
     from frame.parallel.grouped_scheduler import GroupedScheduler
-    from frame.structured_output.remote_calls import ProcessPool
+    from frame.structured_output.call_processes import ProcessPool
 
 MakeTiers = Callable[[KVCacheManager], RequestTiers]
 ROWS_A_TOKEN = 4  # of a step: one longer row slows all rows, by a tenth on an H200 beyond 32 rows
@@ -166,7 +166,7 @@ def build_pool(resolved: Resolved) -> ProcessPool | None:
     if not count or not resolved.plugins.get("grammar_backend") or resolved.tokenizer_path is None:
         return None
     from frame.entrypoints.processes.grammar_process import GrammarCallProcess, MaskMemory
-    from frame.structured_output.remote_calls import NUM_BUFFERS, ProcessPool
+    from frame.structured_output.call_processes import NUM_BUFFERS, ProcessPool
     from frame.structured_output.served_calls import JumpSettings
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

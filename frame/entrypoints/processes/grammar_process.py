@@ -199,7 +199,7 @@ def map_masks(handle: int, shape: tuple[int, int, int]) -> np.ndarray:
 
 
 class GrammarCallProcess:
-    """Implements `frame.structured_output.remote_calls.CallProcess`. Raises RuntimeError if the
+    """Implements `frame.structured_output.call_processes.CallProcess`. Raises RuntimeError if the
     process fails to start."""
 
     def __init__(
