@@ -40,8 +40,8 @@ def all_values_of_a_request_count(subject: Subject, make: Make) -> None:
             assert banned == expected_ids, f"of {what}, {len(banned)} tokens are banned, and not {len(expected_ids)}"
     if "repetition_penalty" in named:
         changed = _apply(make(LARGE_VOCAB, 1), SamplingParams(repetition_penalty=2.0), [7, *[8] * 5000], fill=4.0)
-        found = (changed == 2.0).nonzero().flatten().tolist()
-        assert found == [7, 8], f"after a prompt of the token 7 and 5,000 times 8, the tokens {found} are penalised"
+        penalised = (changed == 2.0).nonzero().flatten().tolist()
+        assert penalised == [7, 8], f"after a prompt of the token 7 and 5,000 times 8, the tokens {penalised} are changed"
     if "min_tokens" in named:
         context = ProcessorContext(LARGE_VOCAB, 1, torch.device("cpu"), eos_token_ids=(70, 90, LARGE_VOCAB - 1))
         changed = _apply(subject.target(context, subject.options), SamplingParams(min_tokens=4, stop_token_ids=(3,)), [1, 2])
