@@ -143,8 +143,8 @@ class ToolCallParser(ABC):
         """Called before the first `feed` with the functions that may be called."""
 
     def grammar(self, rule: CallRule) -> Format | None:
-        """The format of answers with calls by `rule`; None: this parser's format cannot be
-        constrained."""
+        """The format of answers with calls by `rule`, whose schemas are not changed; None: this
+        parser's format cannot be constrained."""
         return None
 
     @abstractmethod

@@ -93,6 +93,7 @@ class StatLogger(ABC):
     - A logger that raises is named in the log, once, and gets no more records. Requests do not
       notice.
     - `close` may be called more than once, and records that come later are ignored.
+    - All loggers get the same records, and change nothing of them.
     """
 
     def __init__(self, context: StatLoggerContext, options: BaseModel | None = None) -> None: ...

@@ -97,10 +97,12 @@ UNTESTED: dict[str, str] = {
     "frame.testing.sampling.grammar_keywords": "tests/testing runs it in the suite of grammar backends, whose mutants it kills",
     "frame.testing.scheduling.prefix_cache_tree": "tests/testing runs it in the suite of prefix caches, whose mutants it kills",
     "frame.testing.sampling.processor_inputs": "tests/testing runs it in the suite of logits processors, whose mutants it kills",
+    "frame.testing.sampling.processor_limits": "tests/testing runs it in the suite of logits processors, whose mutants it kills",
     "frame.testing.ranks.collective_values": "tests/testing runs it in the suite of collectives, whose mutants it kills",
     "frame.testing.sampling.sampler_bench": "tests/testing runs it in the suite of samplers, whose mutants it kills",
     "frame.testing.scheduling.eviction_policy": "tests/testing/test_conformance_policies.py runs it on the in-tree policies",
     "frame.testing.serving.http_extension": "tests/testing/test_mutants.py runs it on the HTTP extensions of tests.testing.mutants",
+    "frame.testing.serving.http_middleware": "tests/testing/test_mutants.py runs it on the HTTP extensions of tests.testing.mutants",
     "frame.kernels.moe.expert_kernels": "every product in tests/kernels/moe.py is launched by frame.kernels.moe.grouped_gemm",
     **dict.fromkeys(
         tuple(f"frame.kernels.linear_attention.{name}" for name in ("chunks", "convolution", "gates", "scan")),

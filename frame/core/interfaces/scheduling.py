@@ -87,7 +87,8 @@ class SchedulingPolicy(ABC):
     returns a request that it may not, the newest is preempted. Where `can_preempt` raises, no
     request is preempted. The log names the policy. `waiting` is a bounded window of the head of the
     queue (the oldest; with `by_priority` those of highest priority): a policy must not assume that
-    it sees all. It remembers no request by its address."""
+    it sees all. It remembers no request by its address, and what it remembers is bounded, also
+    where each request has another tenant."""
 
     needs_matches: ClassVar[bool] = False  # `request.match`, the cached prefix, is set before `sort_waiting`
     by_priority: ClassVar[bool] = False  # the queue is sorted by `request.priority` (higher first), then by arrival

@@ -24,8 +24,8 @@ MARKS = ("<|python_start|>", "<|python_end|>")
 DEEPEST = 64
 MAX_HEAD_LENGTH = 256
 
-_HEAD = re.compile(r"\s*(?P<name>[A-Za-z_][\w.\-]*)\s*\(")
-_HEAD_BEGINS = re.compile(r"\s*(?:[A-Za-z_][\w.\-]*\s*)?")
+_HEAD = re.compile(r"\s*(?P<name>[\w.:/-]+)\s*\(")  # the characters of `Function.name`
+_HEAD_BEGINS = re.compile(r"\s*(?:[\w.:/-]+\s*)?")
 _OUTSIDE = re.compile(r"""[()\[\]{}"']""")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 

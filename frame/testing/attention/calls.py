@@ -35,6 +35,11 @@ def call_checks(make: Make, place: Place, subject: Subject) -> Iterator[Check]:
         late = replace(with_pages_for(Case(LATE, heads=2, kv_heads=1, head_dim=64, v_head_dim=64), capabilities), dtype=DTYPES[name])
         if not capabilities.unsupported(replace(requirements(replace(late, device=device)), phases=("extend",))):
             yield Check(f"positions_above_2048-{name}", partial(_tells_positions_apart, make, place, replace(late, device=device)))
+    sinks = replace(with_pages_for(Case(DECODES, page_size=1, head_dim=64, v_head_dim=64, sinks=True), capabilities), device=device)
+    dtypes = [name for name in ("float32", "bfloat16") if name in getattr(capabilities, "dtypes", DTYPES)]
+    for placed in (replace(sinks, dtype=DTYPES[name]) for name in dtypes[:1]):
+        if not capabilities.unsupported(replace(requirements(placed), phases=("decode",))):
+            yield Check("follows_its_weights", partial(_follows_its_weights, make, place, placed))
     for case in (Case(DECODES, page_size=1, head_dim=64, v_head_dim=64), Case(DECODES, page_size=1, **LATENT)):
         for name in getattr(capabilities, "dtypes", DTYPES):
             placed = replace(with_pages_for(case, capabilities), dtype=DTYPES[name], device=device)
@@ -69,6 +74,17 @@ def _keeps_results(make: Make, place: Place, case: Case) -> None:
         result = placed.run(backend, inputs.spec, planned(backend, placed.batch))
         _compare(result, case, changed, f"a step with {what} at the same addresses")
         assert torch.equal(first, before), "a result changes with the next call; return memory of its own"
+
+
+def _follows_its_weights(make: Make, place: Place, case: Case) -> None:
+    """An update writes new sinks to the memory of the old ones, between two steps."""
+    inputs, backend = make_inputs(case), make(case)
+    placed = place(backend, case, inputs).spread()
+    sinks = inputs.spec.sinks
+    assert sinks is not None
+    for what in ("a step", "a step after an update of the sinks"):
+        _compare(placed.run(backend, inputs.spec, planned(backend, placed.batch)), case, inputs, what)
+        sinks += 3.0
 
 
 def _tells_positions_apart(make: Make, place: Place, case: Case) -> None:

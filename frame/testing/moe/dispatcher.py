@@ -22,7 +22,13 @@ from frame.testing.moe.experts import TOLERANCE, draw, reference, split, support
 from frame.testing.ranks.thread_group import ThreadGroup, run_ranks
 from frame.testing.tensors import require_form, require_near, unchanged
 
-SIZES = ((7, 8, 2, 32, 24), (1, 4, 1, 16, 12), (300, 6, 3, 16, 12), (9, 24, 12, 16, 12))  # tokens, experts, k, hidden, inner
+SIZES = (
+    (7, 8, 2, 32, 24),
+    (1, 4, 1, 16, 12),
+    (300, 6, 3, 16, 12),
+    (9, 24, 12, 16, 12),
+    (11, 288, 3, 8, 12),
+)  # tokens, experts, k, hidden, inner
 MAX_SHARE = 0.6  # of the pairs without weight, for one of six experts
 MAX_SECONDS = 1.8e-3  # of a step on one rank
 LayerInputs = tuple[torch.Tensor, ...]  # x, ids, weights, gate_up, down

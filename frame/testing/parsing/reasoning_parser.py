@@ -26,7 +26,7 @@ from frame.testing.parsing.reading import (
     require_no_error,
     require_quick_pieces,
 )
-from frame.testing.parsing.texts import THOUGHT, accepts, noise, write
+from frame.testing.parsing.texts import CHARACTERS, THOUGHT, accepts, noise, write
 
 PROMPT_ENDS = ("", "<think>\n", "<think>\n\n</think>\n\n", "[THINK]", "<|start|>assistant<|channel|>analysis<|message|>")
 REPLY = "7 of 8"
@@ -321,3 +321,18 @@ def find_replies(make: MakeReasoning) -> list[tuple[str, str, bool]]:
     if not replies:
         raise SkipCheck("no text that the grammar allows could be written")
     return replies
+
+
+def check_characters_are_kept(make: MakeReasoning) -> None:
+    """Line ends, control characters and letters in several forms stay as they were written."""
+    for prompt_end in find_prompt_ends(make):
+        for text in CHARACTERS:
+            result = "".join(read_reasoning(make, [text], prompt_end)).strip()
+            assert result == text, f"{text!r} after the prompt {prompt_end!r} is read as {result!r}"
+
+
+def check_a_response_may_be_empty(make: MakeReasoning) -> None:
+    """A response that ends before its first token is read by `finish` alone."""
+    for prompt_end in find_prompt_ends(make):
+        result = read_reasoning(make, [], prompt_end)
+        assert result == ("", ""), f"no text after the prompt {prompt_end!r} is read as {result}"

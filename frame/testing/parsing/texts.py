@@ -25,6 +25,7 @@ MARKS = (
     *("<｜tool▁sep｜>", "```json\n", "<｜tool▁call▁end｜>", "<|channel|>", "commentary to=functions.f", "analysis"),
     *("<|message|>", "<|end|>"),
 )
+CHARACTERS = ("1\r\n2\r3", "4\0 5\x1b[0m\x7f6", "e\u0301 \u212b \ufb01 \u200b7")  # that a filter of text may change: no text changes them
 NOISE = "af é日🙂\n<>[]{}()\"'\\|:,="
 
 

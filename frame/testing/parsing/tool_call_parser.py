@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,11 +25,11 @@ from frame.testing.parsing.reading import (
     require_no_error,
     require_quick_pieces,
 )
-from frame.testing.parsing.texts import MARKS, STEPS, accepts, draw, noise
+from frame.testing.parsing.texts import CHARACTERS, MARKS, STEPS, accepts, draw, noise
 
 PLAIN = (
     *("", "Hello.", " a < b [1] {2} \n", '{"city": "Rome"}', "[1, 2]", "| a | b |\n|---|---|\n", '```json\n{"a": 1}\n```', "x = f(1)"),
-    *("5 > 3 & 2 < 4", "<b>bold</b>", "日本 🙂", "\n\n"),
+    *("5 > 3 & 2 < 4", "<b>bold</b>", "日本 🙂", "\n\n", *CHARACTERS),
 )
 ARGUMENTS: tuple[dict[str, Any], ...] = (
     {},
@@ -284,6 +285,37 @@ def check_names_are_compared_whole(make: MakeCalls) -> None:
             (name, _), *_ = read_calls(make, [text], rule.functions)[1] or [("", "")]
             expected = next(function.name for function in rule.functions if function.name in text)
             assert name == expected, f"{text[:200]!r} calls {expected}, and is read as a call of {name!r}"
+
+
+def check_calls_of_two_functions(make: MakeCalls) -> None:
+    """The index counts the calls of an answer, whichever functions they call."""
+    functions = tuple(replace(make_rule({"city": CITY}).functions[0], name=name) for name in ("f", "g"))
+    form = _started(make(), functions).grammar(CallRule(functions, is_required=True))
+    if form is None:
+        raise SkipCheck("the parser has no grammar, so no text is known to hold a call")
+    for text in draw(form, 24):
+        names = [name for name, _ in read_calls(make, [text], functions)[1]]
+        assert len(names) == text.count(CITY), f"{text!r} has {text.count(CITY)} calls, and {names} are read"
+
+
+def check_names_of_all_characters(make: MakeCalls) -> None:
+    """Names that differ in letters which are no part of identifiers, and in the case of letters."""
+    schema = make_rule({"city": CITY}).functions[0].parameters
+    for name in ("a.b", "a_b", "a-b", "A-b", "a:b", "a/b", "2a"):
+        rule = CallRule((Function(name, schema, is_strict=True),), is_required=True, is_parallel=False)
+        for text in find_calls(make, rule)[:1]:
+            called = [each for each, _ in read_calls(make, [text], rule.functions)[1]]
+            assert called == [name], f"{text!r} is allowed for the function {name!r}, and calls {called}"
+
+
+def check_rules_are_not_changed(make: MakeCalls) -> None:
+    """The schemas of a rule are the client's, which the response may repeat."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "where": {"type": "object"}}}
+    functions = (Function("f", schema, is_strict=True), Function("g", schema))
+    before, parser = json.dumps(schema), _started(make(), functions)
+    for is_required in (True, False):
+        parser.grammar(CallRule(functions, is_required, is_parallel=True))
+    assert json.dumps(schema) == before, f"grammar() changes the schema of a function from {before} to {json.dumps(schema)}"
 
 
 def check_grammars_are_those_of_their_functions(make: MakeCalls) -> None:

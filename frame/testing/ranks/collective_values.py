@@ -68,6 +68,24 @@ def check_exchanges_no_rows(subject: Subject) -> None:
             require_same(received[rank][number], torch.cat([sent[source][rank] for source in range(size)]), what)
 
 
+def check_exchanges_rows_of_any_type(subject: Subject) -> None:
+    """Values that another type would round: states, weights and numbers of experts."""
+    size = count_ranks(subject)
+    values = (
+        torch.tensor([1 + 2**-10, -(2**-14)], dtype=torch.float16), torch.tensor([1 + 2**-7, 3e38], dtype=torch.bfloat16),
+        torch.tensor([1 + 2**-23, 1e-30]), torch.tensor([2**53 + 1, -(2**31) - 1]),
+    )  # fmt: skip
+
+    def act(group: Collective, device: torch.device) -> list[torch.Tensor]:
+        ones = [1] * size
+        return [group.all_to_all((value * (group.rank + 1)).repeat(size, 1).to(device), ones, ones).cpu() for value in values]
+
+    for results in run_ranks(subject, act):
+        for value, result in zip(values, results, strict=True):
+            expected = torch.stack([value * (rank + 1) for rank in range(size)])
+            require_same(result, expected, f"rows of {value.dtype} from all ranks")
+
+
 def check_scatters_sums_along_any_dimension(subject: Subject) -> None:
     """Of three, counted from the first or the last."""
     size, dims = count_ranks(subject), (-1, -2, -3, 0, 1, 2)

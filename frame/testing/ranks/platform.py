@@ -246,10 +246,12 @@ def check_defaults_are_left_alone(platform: Platform) -> None:
             made = torch.empty(0)
             assert (made.dtype, made.device.type) == (dtype, "cpu"), f"after activate(), a new tensor is {made.dtype} on {made.device}"
             assert torch.is_grad_enabled(), "activate() must leave the gradient mode as it is"
+            assert float(torch.tensor(1e-40) * 1) > 0, "activate() must leave the smallest numbers of the host as they are"
     finally:
         torch.set_default_dtype(before)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
+        torch.set_flush_denormal(False)
 
 
 def _needs_streams(platform: Any) -> Any:

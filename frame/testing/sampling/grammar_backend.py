@@ -19,7 +19,7 @@ import numpy as np
 
 from frame.core.interfaces.sampling import GRAMMAR_KINDS, MAX_ROLLBACK, GrammarContext
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
-from frame.testing.generators import make_alike, require_bounded, require_fast, taking_turns
+from frame.testing.generators import ALIKE, make_alike, require_bounded, require_fast, taking_turns
 from frame.testing.sampling import grammar_keywords, grammar_requests
 from frame.testing.sampling.grammar_cases import FINITE, INVALID, JSON_CASES, OPEN, TAG, Language, Vocabulary
 from frame.testing.sampling.grammar_run import Run, takes_text
@@ -347,7 +347,7 @@ def check_grammars_stand_alone(run: Run) -> None:
 
 
 def check_sources_are_compared_whole(run: Run) -> None:
-    """Grammars whose sources are equal in up to 128 characters are different grammars."""
+    """Grammars whose sources are equal in up to 600 characters are different grammars."""
     sources: dict[str, Callable[[str], tuple[str, str]]] = {
         "choice": lambda name: (json.dumps([name, "x"]), name),
         "regex": lambda name: (name, name),
@@ -355,7 +355,7 @@ def check_sources_are_compared_whole(run: Run) -> None:
         "ebnf": lambda name: (f"root ::= {json.dumps(name)}", name),
     }
     for kind, write in ((kind, write) for kind, write in sources.items() if kind in run.kinds):
-        for pair in make_alike():
+        for pair in make_alike((*ALIKE, 600)):
             cases = [(Language(kind, source), text) for source, text in map(write, pair)]
             for number, (case, text) in enumerate(cases):
                 assert takes_text(run, case, text), f"{case.name} refuses its text, after a grammar whose source begins alike"

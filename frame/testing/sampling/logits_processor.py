@@ -44,6 +44,7 @@ from frame.testing.sampling.processor_inputs import (
     move_setup,
     observe_outputs,
 )
+from frame.testing.sampling.processor_limits import all_values_of_a_request_count, rows_of_others_keep_their_nan
 from frame.testing.torch_calls import TorchCalls
 
 
@@ -67,6 +68,8 @@ def suite(subject: Subject) -> Iterable[Check]:
         yield from checks_of(make, examples)
         yield Check("record_names_its_parameters", partial(record_names_its_parameters, subject.record.capabilities, make, examples))
         yield Check("parameters_have_their_meaning", partial(parameters_have_their_meaning, subject.record.capabilities, make))
+        yield Check("all_values_of_a_request_count", partial(all_values_of_a_request_count, subject, make))
+        yield Check("rows_of_others_keep_their_nan", partial(rows_of_others_keep_their_nan, make, examples))
 
 
 def checks_of(make: Make, examples: Sequence[SamplingParams]) -> Iterator[Check]:

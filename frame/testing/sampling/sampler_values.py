@@ -1,5 +1,5 @@
-"""Checks of what samplers do with the values of a request: temperatures together with filters, and
-the bits of keys. Used by the suite of the kind. Must not know a sampler by name."""
+"""Checks of what samplers do with the values of a request: temperatures together with filters, any
+top_k, and the bits of keys. Used by the suite of the kind. Must not know a sampler by name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from frame.core.interfaces.sampling_params import MAX_INT
 from frame.testing.conformance import SkipCheck
 from frame.testing.sampling.sampler_bench import PROMPT, SLOTS, VOCAB, Bench, make_logits
 
@@ -68,3 +69,39 @@ def check_seed_uses_all_bits(bench: Bench) -> None:
         seen |= tokens[1:] != tokens[0]
     unused = torch.nonzero(~seen).flatten().tolist()
     assert not unused, f"the bits {unused} of a key change no token"
+
+
+def check_top_k_of_any_size(bench: Bench) -> None:
+    """A client may ask for more tokens than there are, and for the greatest number."""
+    if "top_k" not in bench.can.params:
+        raise SkipCheck("it honours no top_k")
+    sizes = (VOCAB - 1, VOCAB, VOCAB + 1, MAX_INT)
+    bed, logits = bench.make().enter(*(bench.setup(slot, 0, top_k=top_k) for slot, top_k in enumerate(sizes))), make_logits(1, seed=9)
+    tokens = bed.draw(logits.expand(len(sizes), -1), range(len(sizes)), [PROMPT] * len(sizes)).tolist()
+    assert all(0 <= token < VOCAB for token in tokens), f"with top_k={sizes} of {VOCAB} tokens, the tokens {tokens} are drawn"
+
+
+def check_top_k_of_close_logits(bench: Bench) -> None:
+    """Logits that differ by a thousandth are different: top_k=1 keeps one token."""
+    if "top_k" not in bench.can.params:
+        raise SkipCheck("it honours no top_k")
+    greatest = 20 - torch.arange(VOCAB) / 64
+    sizes = [1 + slot % 3 for slot in range(SLOTS)]
+    bed = bench.make().enter(*(bench.setup(slot, 0, top_k=top_k) for slot, top_k in enumerate(sizes)))
+    for step in range(8):
+        tokens = bed.draw(greatest.expand(SLOTS, -1), range(SLOTS), [PROMPT + step] * SLOTS).tolist()
+        wrong = [(top_k, token) for top_k, token in zip(sizes, tokens, strict=True) if token >= top_k]
+        assert not wrong, f"of the tokens in order, top_k={wrong[0][0]} keeps token {wrong[0][1]}"
+
+
+def check_filters_keep_enough(bench: Bench) -> None:
+    """The token whose probability reaches top_p is kept, and so are all others that a filter keeps:
+    each is drawn."""
+    logits = torch.full((VOCAB,), -30.0)
+    logits[[11, 5, 70, 31]] = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    values: dict[str, Any] = {"top_k": 3, "top_p": 0.75, "min_p": 0.45}
+    for name, value in ((name, value) for name, value in values.items() if name in bench.can.params):
+        bed = bench.make().enter(*(bench.setup(slot, 0, **{name: value}) for slot in range(SLOTS)))
+        positions = [[PROMPT + step] * SLOTS for step in range(8)]
+        drawn = {token for each in positions for token in bed.draw(logits.expand(SLOTS, -1), range(SLOTS), each).tolist()}
+        assert drawn == {11, 5, 70}, f"{name}={value} of the probabilities 0.4, 0.3, 0.2 and 0.1 keeps {len(drawn)} tokens, and not 3"

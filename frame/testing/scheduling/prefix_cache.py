@@ -192,7 +192,7 @@ def check_compares_namespaces_whole(maker: Maker) -> None:
     on = _new(maker)
     spaces = [name for pair in make_alike() for name in pair]
     spaces += [f"{name}:salt" for name in spaces] + [f"one:{name}" for name in spaces] + [f"one:salt\0{number}" for number in (1, 10)]
-    spaces += ["one:salt", "one:Salt", "one:salt ", "one:salt\n", " one:salt"]
+    spaces += ["one:salt", "one:Salt", "one:salt ", "one:salt\n", " one:salt", ":salt", "salt", ":", ""]
     expected = {space: on.insert([5, 6], space)[0].tolist() for space in spaces}
     for space in spaces:
         assert on.find([5, 6], space) == expected[space], f"namespace {space!r} finds the prefixes of another one"
@@ -313,8 +313,10 @@ def check_keeps_whole_pages_only(maker: Maker) -> None:
 
 
 def check_tells_large_token_ids_apart(maker: Maker) -> None:
+    """Ids of 31 bits, ids that are neighbours, and the negative keys of media and adapters."""
     on = _new(maker)
-    numbers = [1 << shift for shift in range(31)]
+    numbers = [*(1 << shift for shift in range(31)), (1 << 24) + 1, (1 << 30) + 1]
+    numbers += [-2, -3, -4, -5, -(1 << 16) - 2, -(1 << 24) - 1, -(1 << 24) - 2, -(1 << 31) + 1, -(1 << 31)]
     every = [on.insert([number, number])[0].tolist() for number in numbers]
     assert [on.find([number, number]) for number in numbers] == every, "two sequences with different token ids have the same pages"
     on.insert([1, 2])

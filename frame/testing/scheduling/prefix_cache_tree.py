@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from frame.core.interfaces.cache import EvictableNode, EvictionPolicy, SupportsOutline, SupportsPins, SupportsRelock, check_integrity
+from frame.testing.conformance import SkipCheck
 from frame.testing.contexts import EVICTION
 
 TURNS, FRAMES = 320, 200  # prefixes of a chain, and the calls that may be open within a method
@@ -71,6 +72,24 @@ def check_branches_lose_nothing(maker: Any) -> None:
         are_kept = all(map(cache.is_pinned, handles)) and cache.evict(1).tolist() == [20]
         assert are_kept, "a pin ends where another sequence branches off: it lasts until a page of its sequence is evicted"
         check_integrity(cache)
+
+
+def check_a_match_is_no_hit(maker: Any) -> None:
+    """A waiting request is matched in many steps, and locks its prefix once."""
+    if not maker.capabilities.eviction_policy:
+        raise SkipCheck("it evicts in an order of its own")
+    size = maker.page_sizes[0]
+    cache: Any = maker.make(size, Keyed("hits"))
+    prompts = [np.full(size, number, np.int32) for number in (7, 8)]
+    for page, prompt in enumerate(prompts, 1):
+        cache.insert(prompt, np.array([page], np.int32))
+        _use(cache, prompt)
+    for _ in range(5):
+        cache.match(prompts[0])
+    for prompt in prompts:
+        _use(cache, prompt)
+    freed = cache.evict(1).tolist()
+    assert freed[:1] == [1], "a match counts as a hit: of two prefixes that were locked equally often, the later one is evicted"
 
 
 class Keyed(EvictionPolicy):

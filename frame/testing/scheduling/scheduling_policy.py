@@ -304,10 +304,14 @@ def check_preemption_is_decided_by_the_pair(policy: Make) -> None:
 
 
 def check_requests_are_not_kept(policy: Make) -> None:
-    """The memory of a policy does not grow with the requests that it has seen."""
+    """The memory of a policy does not grow with the requests, nor with the tenants, that it has
+    seen."""
     one, requests, sizes = policy(), example_requests(64), []
     for turn in range(60):
         waiting = [_renamed(request, f"{turn}-{request.rid}", 64 * turn + request.index) for request in requests]
+        for place, request in enumerate(waiting):
+            request.tenant = f"tenant-{turn}-{place % 8}"
+            request.namespace = f"{request.tenant}:"
         list(one.sort_waiting(waiting, VIEW))
         one.select_victim(waiting, VIEW)
         for request in waiting[1:9]:

@@ -29,13 +29,13 @@ from frame.interfaces.keys import KeyHolder, KeyStore, KeyStoreCapabilities, Key
 from frame.testing.conformance import Check, SkipCheck, Subject, collect, count_elements, unchanged_process
 from frame.testing.serving.http_extension import measure_pause
 
-# key -> it is an operator's. Some are equal in their first 8, 16, 64 and 200 characters.
+# key -> it is an operator's. Some are equal in their first 8, 16, 64, 200 and 2,000 characters.
 KEYS: Mapping[str, bool] = MappingProxyType(
     {
         "frame-conformance-alice": False,
         "frame-conformance-bob": False,
         "frame-conformance-operator": True,
-        **{f"{'k' * length}-{number}": False for length in (8, 16, 64, 200) for number in (1, 2)},
+        **{f"{'k' * length}-{number}": False for length in (8, 16, 64, 200, 2000) for number in (1, 2)},
     }
 )
 USERS = [key for key, is_operator in KEYS.items() if not is_operator]

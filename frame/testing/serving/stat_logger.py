@@ -80,6 +80,18 @@ def check_takes_every_record(make: Any) -> None:
     make().close()
 
 
+def check_records_are_not_changed(make: Any) -> None:
+    """The loggers of a server get the same records, whose times are lists."""
+    times = {"first_token_latencies": [0.1], "inter_token_latencies": [0.02, 0.01], "queue_times": [0.01], "prefill_times": [0.09]}
+    step = replace(STEP, **{name: [*values] for name, values in times.items()})  # type: ignore[arg-type]
+    logger = make()
+    for _ in range(2):
+        logger.record_step(step)
+    logger.close()
+    for name, values in times.items():
+        assert list(getattr(step, name)) == values, f"record_step changes {name} from {values} to {getattr(step, name)}, for all loggers"
+
+
 def check_takes_any_text(make: Any) -> None:
     logger = make()
     for text in ("%s %d", "{0}", "a:b|c#d", "line\nbreak", "tenant ä 語", "x" * 10_000, ""):

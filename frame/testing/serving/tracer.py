@@ -258,13 +258,13 @@ def check_what_is_written(place: Callable[[], Any]) -> None:
     spans = [start(tracer, name_parent() if number % 2 else (), f"request {number}") for number in range(6)]
     now = time.perf_counter()
     for number, (_, own) in enumerate(spans):
-        tracer.add_span(f"queue {number}", str(own), now - 0.5, now - 0.25, {"n": number})
-        expected[f"queue {number}"] = (own.trace_id, own.span_id, {"n": number}, 250_000_000)
+        tracer.add_span(f"queue {number}", str(own), now - 0.5003217, now - 0.25, {"n": number})
+        expected[f"queue {number}"] = (own.trace_id, own.span_id, {"n": number}, 250_321_700)
     for number, (span, own) in reversed([*enumerate(spans)]):
         span.end({**ATTRIBUTES, "n": number}, f"failure {number}" if number == 3 else None)
         expected[f"request {number}"] = (own.trace_id, PARENT if number % 2 else None, {**ATTRIBUTES, "n": number}, None)
-    tracer.add_span("last", str(spans[0][1]), now - 0.5, now - 0.25, {})
-    expected["last"] = (spans[0][1].trace_id, spans[0][1].span_id, {}, 250_000_000)
+    tracer.add_span("last", str(spans[0][1]), now - 0.5003217, now - 0.25, {})
+    expected["last"] = (spans[0][1].trace_id, spans[0][1].span_id, {}, 250_321_700)
     written = where.read()
     names = [each["name"] for each in written]
     assert sorted(names) == sorted(expected), f"of the spans {sorted(expected)} it wrote {sorted(names)}"
@@ -300,6 +300,15 @@ def check_flags_are_read_by_bit(place: Callable[[], Any]) -> None:
     tracer.close()
 
 
+def check_later_versions_are_read(place: Callable[[], Any]) -> None:
+    """The standard keeps the first four fields of the header in all versions but ff."""
+    tracer = place().make()
+    for sent in (f"01-{TRACE}-{PARENT}-01", f"cc-{TRACE}-{PARENT}-01-further"):
+        own = start(tracer, [(b"traceparent", sent.encode())])[1]
+        assert own.trace_id == TRACE, f"the header {sent} of a later version is not continued"
+    tracer.close()
+
+
 def check_values_are_written_as_they_were(place: Callable[[], Any]) -> None:
     """The caller uses an object of attributes again; booleans are no numbers; long names and lists
     are written whole."""
@@ -308,12 +317,15 @@ def check_values_are_written_as_they_were(place: Callable[[], Any]) -> None:
     attributes: dict[str, Any] = {}
     for number, name in enumerate(names):
         attributes.update(number=number, is_even=number % 2 == 0, list=[f"{each}" for each in range(100)])
-        start(tracer, name=name)[0].end(attributes)
+        span, own = start(tracer, name=name)
+        tracer.add_span(f"{name} late", str(own), 1.0, 2.0, attributes)
+        span.end(attributes)
     attributes["number"] = -1
+    names += [f"{name} late" for name in names]
     written = {each["name"]: each["attributes"] for each in where.read()}
     assert written.keys() == set(names), f"of the names of spans {[name for name in names if name not in written][:1]} are not written"
-    for number, name in enumerate(names):
-        attributes = written[name]
+    for place_of, name in enumerate(names):
+        number, attributes = place_of % (len(names) // 2), written[name]
         assert attributes["number"] == number, f"span {number} has the attributes of another one, for which the caller used the object"
         assert type(attributes["is_even"]) is bool, f"the boolean is_even is written as {attributes['is_even']!r}"
         assert len(attributes["list"]) == 100, f"of a list of 100 texts, {len(attributes['list'])} are written"

@@ -85,7 +85,8 @@ def _tensors() -> dict[str, torch.Tensor]:
     """Tensors of several ranks, each with values of its own."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"model.embed.weight": (20, 8), "model.layers.0.up.weight": (16, 8), "model.layers.0.down.weight": (16, 8),
-              "model.norm.weight": (8,), "experts": (3, 12, 7), "lm_head.weight": (20, 8), "conv": (2, 3, 4, 5)}  # fmt: skip
+              "model.norm.weight": (8,), "rotary_emb.inv_freq": (4,), "experts": (3, 12, 7),
+              "lm_head.weight": (20, 8), "conv": (2, 3, 4, 5)}  # fmt: skip
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} | {"scale": torch.tensor(2.5)}
 
 

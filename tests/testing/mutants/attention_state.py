@@ -341,3 +341,17 @@ class OtherSumOfDecodes(SumsByTheLength):
 
     def attend(self, spec: AttentionSpec, row: Row, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return (super() if row.is_decode else super(SumsByTheLength, self)).attend(spec, row, q, k, v)
+
+
+@mutant
+class KeepsItsSinks(PlainAttention):
+    """Copies the sinks of a layer in its first step, so that an update has no effect."""
+
+    kept: torch.Tensor | None = None
+
+    def run(self, spec: AttentionSpec, *arguments: Any) -> torch.Tensor:
+        if spec.sinks is None:
+            return super().run(spec, *arguments)
+        if self.kept is None or self.kept.shape != spec.sinks.shape:
+            self.kept = spec.sinks.clone()
+        return super().run(replace(spec, sinks=self.kept), *arguments)

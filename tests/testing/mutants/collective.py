@@ -263,3 +263,12 @@ class WaitsLongerInOperations(StoreCollective):
     def __init__(self, context: CollectiveContext, options: Any = None) -> None:
         super().__init__(context, options)
         self.context = replace(context, timeout=60.0)
+
+
+@mutant
+class ExchangesShortFloats(StoreCollective):
+    """all_to_all sends float16 as bfloat16."""
+
+    def all_to_all(self, tensor: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int]) -> torch.Tensor:
+        sent = tensor.bfloat16() if tensor.dtype == torch.float16 else tensor
+        return super().all_to_all(sent, send_rows, recv_rows).to(tensor.dtype)

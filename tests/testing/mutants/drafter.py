@@ -226,6 +226,41 @@ class SharesAcrossTenants(PlainDrafter):
         del self.last[slot]
 
 
+@mutant.using(capabilities=DrafterCapabilities(keeps_texts=True))
+class CutsTenantNames(PlainDrafter):
+    """Knows a tenant by the first 16 characters of its name."""
+
+    def __init__(self, context: DrafterContext, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.tenants: dict[int, str] = {}
+        self.ended: dict[str, dict[int, int]] = {}
+
+    def add_slot(self, setup: SlotSetup) -> None:
+        super().add_slot(setup)
+        self.tenants[setup.slot] = tenant = setup.tenant[:16]
+        self.following[setup.slot] = self.ended.get(tenant, {}) | self.following[setup.slot]
+
+    def remove_slot(self, slot: int) -> None:
+        self.ended = {self.tenants.pop(slot): self.following[slot]}
+        super().remove_slot(slot)
+
+
+@mutant
+class LacksTheLastPlace(PlainDrafter):
+    """Has room for one token less than a context."""
+
+    def add_slot(self, setup: SlotSetup) -> None:
+        super().add_slot(setup)
+        self.counts = {**getattr(self, "counts", {}), setup.slot: len(setup.token_ids)}
+
+    def observe_tokens(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        super().observe_tokens(slots, token_ids, counts)
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            self.counts[slot] += count
+            if self.counts[slot] >= self.context.max_context:
+                raise IndexError("the tokens of a sequence end before this one")
+
+
 # on the device ------------------------------------------------------------------------------------
 
 on_device = mutant.using(capabilities=DrafterCapabilities(runs_on="device", needs_draft_layers=True))
@@ -281,3 +316,29 @@ class ReturnsTheStatesOfAllTokens(MtpDrafter):
 
     def build_model(self, context: DraftModelContext) -> PredictionLayer:
         return self.Layer(context)
+
+
+@mutant
+class ContinuesASlot(PlainDrafter):
+    """Keeps the tokens of a slot that is set up again, and observes those that are more."""
+
+    def __init__(self, context: DrafterContext, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.counts: dict[int, int] = {}
+
+    def add_slot(self, setup: SlotSetup) -> None:
+        known, count = self.counts.get(setup.slot, 0), len(setup.token_ids)
+        if 0 < known < count:
+            self.observe_tokens(np.array([setup.slot]), setup.token_ids[None, known:], np.array([count - known]))
+        else:
+            super().add_slot(setup)
+            self.counts[setup.slot] = count
+
+    def observe_tokens(self, slots: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        super().observe_tokens(slots, token_ids, counts)
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            self.counts[slot] += count
+
+    def remove_slot(self, slot: int) -> None:
+        super().remove_slot(slot)
+        del self.counts[slot]

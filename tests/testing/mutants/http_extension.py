@@ -321,6 +321,21 @@ class ReplacesHeaders(AddHeader):
         await self.app(scope, receive, replaced)
 
 
+class HidesErrors(AddHeader):
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except Exception:
+            return
+
+
+class ReadsTexts(AddHeader):
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        for name, value in scope.get("headers", ()):
+            name.decode(), value.decode()
+        await super().__call__(scope, receive, send)
+
+
 mutant.each(
     Reference,
     "middleware",
@@ -329,4 +344,6 @@ mutant.each(
     ("ReadsTheBody", "Its middleware reads the first part of the body and does not hand it on.", ReadsBody),
     ("HidesCancellation", "Its middleware catches the cancellation of a request.", Swallows),
     ("DropsHeaders", "Its middleware replaces the headers of responses.", ReplacesHeaders),
+    ("HidesErrors", "Its middleware catches errors of the server, and sends no response.", HidesErrors),
+    ("DecodesHeaders", "Its middleware decodes headers as UTF-8, and fails for others.", ReadsTexts),
 )

@@ -334,3 +334,19 @@ class TakesSchemes(Digests):
 
     async def find_holder(self, key: bytes) -> KeyHolder | None:
         return await super().find_holder(key.removeprefix(b"Bearer "))
+
+
+@mutant
+class CutsLongKeys(Digests):
+    """Compares the first 1,024 bytes of keys."""
+
+    def __init__(self, context: KeyStoreContext, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.cut = {hashlib.sha256(digest).digest(): digest for digest in self.digests}
+
+    @staticmethod
+    def make_conformance_store(folder: Path, keys: dict[str, bool]) -> tuple[KeyStoreContext, Any]:
+        return KeyStoreContext(), {hashlib.sha256(key.encode()[:1024]).digest(): may for key, may in keys.items()}
+
+    def digest(self, key: bytes) -> bytes:
+        return super().digest(key[:1024])

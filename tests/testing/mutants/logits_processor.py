@@ -5,6 +5,7 @@ The correct one subtracts `frequency_penalty` for each time that a token is in t
 
 from __future__ import annotations
 
+from dataclasses import replace as replace_field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -13,6 +14,10 @@ from msgspec.structs import replace
 
 from frame.core.interfaces.sampling import LogitsProcessor, ProcessorCapabilities, ProcessorContext
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.plugins.logits_processors.bad_words import BadWords
+from frame.plugins.logits_processors.logit_bias import LogitBias
+from frame.plugins.logits_processors.min_tokens import MinTokens
+from frame.plugins.logits_processors.penalties import Penalties
 from tests.testing.mutants import MutantList
 
 if TYPE_CHECKING:
@@ -430,3 +435,47 @@ class NamesTooMany(CountPenalty):
 @mutant.using(capabilities=ProcessorCapabilities(custom=("bans",)))
 class NamesAnotherKey(BansTokens):
     """Its record names `custom["bans"]`, so that requests with `custom["banned"]` are refused."""
+
+
+@mutant.using(capabilities=ProcessorCapabilities(("logit_bias",), custom=()))
+class KeepsFewBiases(LogitBias):
+    """Keeps the first 300 biases of a request."""
+
+    def add_slot(self, setup: SlotSetup) -> None:
+        few = dict(list(setup.params.logit_bias.items())[:300])
+        super().add_slot(replace(setup, params=replace(setup.params, logit_bias=few)))
+
+
+@mutant.using(capabilities=ProcessorCapabilities(("bad_words", "bad_words_ids"), custom=()))
+class CutsBannedWords(BadWords):
+    """Keeps the last 16 tokens of a banned word, and so bans more."""
+
+    def add_slot(self, setup: SlotSetup) -> None:
+        ends = tuple(word[-16:] for word in setup.params.bad_words_ids)
+        super().add_slot(replace(setup, params=replace(setup.params, bad_words_ids=ends)))
+
+
+@mutant.using(capabilities=ProcessorCapabilities(("repetition_penalty", "frequency_penalty", "presence_penalty"), custom=()))
+class ReadsTheEndOfThePrompt(Penalties):
+    """Counts the last 4,096 tokens of a prompt."""
+
+    def add_slot(self, setup: SlotSetup) -> None:
+        cut = max(0, setup.prompt_len - 4096)
+        super().add_slot(replace(setup, token_ids=setup.token_ids[cut:], prompt_len=setup.prompt_len - cut))
+
+
+@mutant.using(capabilities=ProcessorCapabilities(("min_tokens",), custom=()))
+class BansOneEnd(MinTokens):
+    """Knows the first end token of the model."""
+
+    def __init__(self, context: ProcessorContext, options: Any = None) -> None:
+        super().__init__(replace_field(context, eos_token_ids=context.eos_token_ids[:1]), options)
+
+
+@mutant.using(capabilities=ProcessorCapabilities(("logit_bias",), custom=()))
+class HidesNaN(LogitBias):
+    """Replaces what is not finite, in all rows of a step."""
+
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        super().apply(logits, rows, slots, positions)
+        torch.nan_to_num_(logits, nan=0.0, posinf=1e9, neginf=-torch.inf)

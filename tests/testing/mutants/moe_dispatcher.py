@@ -289,3 +289,11 @@ class CountsLogicalExperts(PlainDispatcher):
 
     def select(self, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> tuple[torch.Tensor, torch.Tensor]:
         return super().select(ids, weights, replace(placement, logical=tuple(sorted({*placement.logical}))))
+
+
+@mutant
+class SendsBytes(PlainDispatcher):
+    """Sends the numbers of experts as bytes, of which there are 256."""
+
+    def select(self, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().select(ids.to(torch.uint8).long(), weights, placement)

@@ -56,6 +56,15 @@ class ChangesTheDefaultDtype(FakePlatform):
 
 
 @mutant
+class FlushesSmallNumbers(FakePlatform):
+    """activate makes the host take its smallest numbers for zero."""
+
+    def activate(self) -> None:
+        super().activate()
+        torch.set_flush_denormal(True)
+
+
+@mutant
 class LacksGraphs(HostPlatform):
     """The record says that graphs can be captured, but the class offers none."""
 

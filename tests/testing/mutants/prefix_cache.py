@@ -170,6 +170,22 @@ class ShortTokenIds(PlainCache):
 
 
 @mutant
+class OneKeyForMedia(PlainCache):
+    """Takes all negative keys for one placeholder."""
+
+    def prefixes(self, tokens: np.ndarray, namespace: str) -> list[Prefix]:
+        return super().prefixes(np.maximum(tokens, -1), namespace)
+
+
+@mutant
+class ComparesFloats(PlainCache):
+    """Compares token ids as float32, which rounds large ones."""
+
+    def prefixes(self, tokens: np.ndarray, namespace: str) -> list[Prefix]:
+        return super().prefixes(np.asarray(tokens, np.float32).astype(np.int64), namespace)
+
+
+@mutant
 class PageAloneIsTheKey(PlainCache):
     """Finds a page by its own tokens, not by all tokens before it."""
 
@@ -396,3 +412,22 @@ mutant.each(
     ("BranchesLosePriority", "A sequence with a branch has no priority.", lambda _, upper, __: setattr(upper, "priority", 0)),
     ("BranchesLoseHits", "A sequence with a branch has no hits.", lambda _, upper, __: setattr(upper, "hits", 0)),
 )  # fmt: skip
+
+
+@mutant
+class CountsMatches(PlainCache):
+    """Counts a match as a hit, so that a request that waits long keeps its prefix."""
+
+    def match(self, tokens: np.ndarray, namespace: str = "") -> Match:
+        found = super().match(tokens, namespace)
+        for entry in self.path(found.handle):
+            entry.hits += 1
+        return found
+
+
+@mutant
+class DropsColons(PlainCache):
+    """Drops the colon of a namespace without an owner."""
+
+    def prefixes(self, tokens: np.ndarray, namespace: str) -> list[Prefix]:
+        return super().prefixes(tokens, namespace.lstrip(":"))

@@ -270,3 +270,34 @@ class SearchesThePrompt(ThinkTags):
     def begin(self, prompt_end: str, may_think: bool = True) -> None:
         head, tag, tail = prompt_end.rpartition("<think>")
         super().begin(head + tag if tag and "</think>" not in tail else prompt_end, may_think)
+
+
+@mutant
+class ChangesLineEnds(ThinkTags):
+    """Drops carriage returns."""
+
+    def feed(self, text: str) -> ReasoningDelta:
+        return super().feed(text.replace("\r", ""))
+
+
+@mutant
+class ComposesLetters(ThinkTags):
+    """Brings each piece of text into the Unicode form NFC."""
+
+    def feed(self, text: str) -> ReasoningDelta:
+        return super().feed(unicodedata.normalize("NFC", text))
+
+
+@mutant
+class ExpectsText(ThinkTags):
+    """Fails where a response ends before its first token."""
+
+    first: str
+
+    def feed(self, text: str) -> ReasoningDelta:
+        self.first = text
+        return super().feed(text)
+
+    def finish(self) -> ReasoningDelta:
+        assert isinstance(self.first, str)
+        return super().finish()

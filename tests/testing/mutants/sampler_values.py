@@ -57,4 +57,35 @@ class UsesHalfOfTheKey(Filtering):
         return super().draw_tokens(logits, {**params, "key": params["key"] & 0xFFFFFFFF}, slots)
 
 
-WRONG = (FiltersBeforeTheTemperature, HasAGreatestTemperature, UsesHalfOfTheKey)
+class GathersTheLimit(Filtering):
+    """Reads the logit at the place top_k, which fails where there are fewer tokens."""
+
+    def find_kept(self, logits: torch.Tensor, params: Params) -> torch.Tensor:
+        top_k = params["top_k"].long().unsqueeze(1)
+        values = logits.sort(-1, descending=True).values
+        least = values.gather(1, (top_k - 1).clamp(min=0))
+        kept = (top_k == 0) | (logits >= least)
+        return kept & super().find_kept(logits, {**params, "top_k": torch.zeros_like(params["top_k"])})
+
+
+class ComparesRoundedLogits(Filtering):
+    """Compares logits in bfloat16 with the limit of top_k, and so keeps more tokens."""
+
+    def find_kept(self, logits: torch.Tensor, params: Params) -> torch.Tensor:
+        kept = super().find_kept(logits, params)
+        rounded = logits.bfloat16()
+        least = rounded.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+        return kept | ((rounded >= least) & (params["top_k"] > 0).unsqueeze(1))
+
+
+class LeavesOutTheLast(Filtering):
+    """Leaves out the token whose probability reaches top_p."""
+
+    def find_kept(self, logits: torch.Tensor, params: Params) -> torch.Tensor:
+        weights, columns = (logits / self.find_divisor(params).unsqueeze(1)).softmax(-1).sort(-1, descending=True)
+        below = weights.cumsum(-1) <= params["top_p"].unsqueeze(1)
+        below[:, 0] = True
+        return torch.zeros_like(below).scatter_(1, columns, below) & super().find_kept(logits, params)
+
+
+WRONG = (FiltersBeforeTheTemperature, HasAGreatestTemperature, UsesHalfOfTheKey, GathersTheLimit, ComparesRoundedLogits, LeavesOutTheLast)

@@ -279,3 +279,18 @@ class MarksTheVictim(ShortestFirst):
     def select_victim(self, running: Sequence[Request], view: SchedulerView) -> Request | None:
         running[-1].num_preemptions += 1
         return super().select_victim(running, view)
+
+
+@mutant
+class ServesTenantsInTurn(ShortestFirst):
+    """Counts the prompt tokens of each tenant for ever."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__(*_)
+        self.served: dict[str, int] = {}
+
+    def sort_waiting(self, waiting: Sequence[Request], view: SchedulerView) -> Iterable[Request]:
+        ordered = late_first(sorted(waiting, key=lambda request: self.served.get(request.tenant, 0)), view)
+        for request in ordered[:1]:
+            self.served[request.tenant] = self.served.get(request.tenant, 0) + request.prompt_len
+        return ordered

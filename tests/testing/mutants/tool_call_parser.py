@@ -346,3 +346,49 @@ class HoldsArguments(Hermes):
     def end(self) -> None:
         self.emit_late()
         super().end()
+
+
+@mutant
+class ChangesLineEnds(Hermes):
+    """Drops carriage returns."""
+
+    def feed(self, text: str) -> ToolDelta:
+        return super().feed(text.replace("\r", ""))
+
+
+@mutant
+class ClosesSchemas(Hermes):
+    """Writes `additionalProperties` into the client's schemas."""
+
+    def grammar(self, rule: CallRule) -> Format:
+        for function in rule.functions:
+            function.parameters.setdefault("additionalProperties", False)
+        return super().grammar(rule)
+
+
+@mutant
+class RenamesFunctions(Hermes):
+    """Allows names of Python alone: other characters become underscores."""
+
+    def grammar(self, rule: CallRule) -> Format:
+        functions = tuple(replace(function, name=re.sub(r"\W", "_", function.name)) for function in rule.functions)
+        return super().grammar(replace(rule, functions=functions))
+
+
+@mutant
+class CountsByFunction(Hermes):
+    """Counts the calls of each function by themselves."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.counts: dict[str, int] = {}
+        self.last = 0
+
+    def _number(self, call: ToolCallDelta) -> ToolCallDelta:
+        if call.name is not None:
+            self.last = self.counts[call.name] = self.counts.get(call.name, -1) + 1
+        return replace(call, index=self.last)
+
+    def feed(self, text: str) -> ToolDelta:
+        found = super().feed(text)
+        return replace(found, calls=tuple(map(self._number, found.calls)))

@@ -342,3 +342,37 @@ class ReturnsNoForm(Lines):
         span = super().start_span(name, headers)
         span.traceparent = span.traceparent.replace("-", ":")
         return span
+
+
+@mutant
+class RoundsToMilliseconds(Lines):
+    """Rounds times to milliseconds."""
+
+    def keep(self, name: str, own: TraceParent, parent: Any, times: tuple[float, float], *rest: Any) -> None:
+        super().keep(name, own, parent, (round(times[0], 3), round(times[1], 3)), *rest)
+
+
+@mutant
+class WritesPartsLate(Lines):
+    """Reads the attributes of a part when it writes, after the caller has changed them."""
+
+    def __init__(self, context: TracerContext, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.late: Any = deque(maxlen=self.limit)
+
+    def add_span(self, *arguments: Any) -> None:
+        if not self.is_closed:
+            self.late.append(arguments)
+
+    def close(self) -> None:
+        while self.late:
+            super().add_span(*self.late.popleft())
+        super().close()
+
+
+@mutant
+class ReadsOneVersion(Lines):
+    """Reads version 00 of the header alone."""
+
+    def read_parent(self, headers: Sequence[tuple[bytes, bytes]]) -> TraceParent | None:
+        return super().read_parent([(name, value) for name, value in headers if value.strip().startswith(b"00-")])

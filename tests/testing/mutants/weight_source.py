@@ -351,3 +351,11 @@ class MakesIntegersFloats(MadeUp):
 
     def open_tensor(self, name: str) -> Any:
         return Stored(_make_up(self.context, name, self.shapes[name]).float())
+
+
+@mutant
+class LeavesBuffersOut(PlainSource):
+    """Leaves tensors out that most models compute anew."""
+
+    def list_names(self) -> Sequence[str]:
+        return [name for name in super().list_names() if not name.endswith("inv_freq")]
