@@ -209,7 +209,7 @@ def test_processes_that_do_not_reply_share_one_timeout(monkeypatch: pytest.Monke
     masks = calls.fill_masks(table, slots_of(requests))
     assert 0.5 <= time.monotonic() - began < 1.0
     assert masks is not None and calls.accept_tokens([(request, [9]) for request in requests], 12) == [None] * 12
-    assert len(processes) == 8 and len(pool.members) == 4
+    assert not any(member.process in processes[:4] for member in pool.members)
     calls.close()
 
 
@@ -256,7 +256,7 @@ def test_requests_of_a_grammar_share_a_process_until_it_has_more_than_others() -
     backend, calls, table = pool.start_backend(), RemoteCalls(pool, lambda request, run: None), RequestTable(64, 4)
     names = ["free"] * 12 + [f"script {i}" for i in range(4) for _ in range(3)]
     compiled = {name: backend.load("regex", name, b"") for name in dict.fromkeys(names)}
-    assert [process.num_loads for process in processes] == [2, 1, 1, 1]
+    assert sorted(process.num_loads for process in processes) == [1, 1, 1, 2]
     requests = [make_request(i, compiled[name].start()) for i, name in enumerate(names)]
     for request in requests:
         assert calls.start_request(request) is None
@@ -271,10 +271,10 @@ def test_requests_of_a_grammar_share_a_process_until_it_has_more_than_others() -
 
 
 def test_a_process_that_cannot_load_what_another_has_loaded_ends_those_requests() -> None:
-    pool, processes = make_pool(GRAMMARS, VOCAB, 2)
+    pool, _ = make_pool(GRAMMARS, VOCAB, 2)
     backend, calls, table = pool.start_backend(), RemoteCalls(pool, lambda request, run: None), RequestTable(64, 4)
     compiled = backend.load("regex", "free", b"")
-    processes[1].calls._backend.compiled.clear()
+    cast("Any", pool.members[1].process).calls._backend.compiled.clear()
     requests = [make_request(i, compiled.start()) for i in range(8)]
     for request in requests:
         assert calls.start_request(request) is None
