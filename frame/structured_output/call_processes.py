@@ -14,6 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import WeakSet, WeakValueDictionary
@@ -241,9 +242,7 @@ class ProcessPool:
             member.process.close()
 
     def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._is_closed = True
         self._take_ready()
         for member in (*self.members, *self._ended):
             member.process.close()
@@ -274,21 +273,25 @@ class ProcessPool:
         """Replace a process, in as many attempts as it takes; in a thread. is_counted: in
         `_num_starting`."""
         member = None
-        while member is None and not self._is_closed:
-            try:
-                member = Member(self._start_process())
-                while not self._is_closed and self._load_missing(member):
-                    pass
-            except Exception as error:  # noqa: BLE001 - as long as there is memory for no process, say
-                log.error("a grammar process cannot be replaced; the next attempt follows in %g s: %s", RETRY_SECONDS, error)
+        try:
+            member = Member(self._start_process())
+            while not self._is_closed and self._load_missing(member):
+                pass
+        except Exception as error:  # noqa: BLE001 - as long as there is memory for no process, say
+            log.error("a grammar process cannot be replaced; the next attempt follows in %g s: %s", RETRY_SECONDS, error)
+            timer = threading.Timer(RETRY_SECONDS, self._retry)
+            timer.daemon = True
+            timer.start()
+        finally:
             with self._changed:
                 self._num_starting -= is_counted
-                is_counted = False
                 self._changed.notify_all()
-                if member is None:
-                    self._changed.wait_for(lambda: self._is_closed, RETRY_SECONDS)
         if self._is_closed and member is not None:
             member.process.close()
+
+    def _retry(self) -> None:
+        with suppress(RuntimeError):  # this process ends
+            self._threads.submit(self._restart)
 
     def _load_missing(self, member: Member) -> bool:
         """Load what is in use, takes long and is not loaded. -> whether there was something;

@@ -109,7 +109,7 @@ class GrammarCalls(StepGrammars):
         self._is_crowded = False  # the masks of the last step took longer than `CROWDED_SECONDS`
         self._batches_masks = True  # False: a batch was slow, so that its masks have to be measured
         self._is_batch_lost = False  # one did not end
-        self.num_rows = 0  # of a step that others have a share of; 0: its rows are those of the calls
+        self.total_rows = 0  # of the present step, of which other processes may have a share
 
     @property
     def num_jumped(self) -> int:
@@ -238,7 +238,7 @@ class GrammarCalls(StepGrammars):
                     calls[i] = call
                 elif state.mask is not None:
                     mask[i], state.mask = state.mask, None
-        self._run(list(calls.values()), self.num_rows or len(slots), masks)
+        self._run(list(calls.values()), len(slots), masks)
         for i, call in calls.items():
             state = get_grammar_state(call.request)
             if state.mask is not None:
@@ -323,7 +323,7 @@ class GrammarCalls(StepGrammars):
         any can be waited for."""
         alone: list[GrammarCall] = []
         batched: dict[MaskBatch, list[tuple[GrammarCall, Any, int]]] = {}
-        share = min(MEASURED_SHARE, MAX_MEASURED / num_rows)
+        share = min(MEASURED_SHARE, MAX_MEASURED / max(num_rows, self.total_rows))
         for call in calls:
             if get_grammar_state(call.request).is_slow:
                 self._slow.submit([call])
@@ -369,7 +369,7 @@ class GrammarCalls(StepGrammars):
                 (_keep_mask if batch.is_finished else self._stop)(each)
             self._is_batch_lost |= not batch.is_finished
         slowest = max((batch.wall for batch in batches), default=0.0)
-        more = max(1.0, num_rows / QUICK_ROWS)
+        more = max(1.0, num_rows / QUICK_ROWS, self.total_rows / QUICK_ROWS)
         self._batches_masks = not self._is_batch_lost and slowest <= QUICK_SECONDS * more
         self._is_crowded = slowest > CROWDED_SECONDS * more or any(
             sum(call.cpu_seconds() for call in pending.alone) > CROWDED_SECONDS * pending.workers for pending in begun

@@ -174,7 +174,8 @@ class ServedCalls:
                 drawn.append((request, (token,)))
                 places.append(i)
                 committed[number] += 1
-        for i, end in zip(places, self._calls.accept_tokens(drawn, call.num_rows) if drawn else (), strict=True):
+        self._calls.total_rows = call.num_rows
+        for i, end in zip(places, self._calls.accept_tokens(drawn, len(drawn)) if drawn else (), strict=True):
             if end is not None:
                 ends[i] = end
         return messages.Accepted(ends, self._read_sizes())
@@ -191,7 +192,7 @@ class ServedCalls:
 
     def _fill(self, call: messages.FillMasks) -> messages.Filled:
         numbers, rows = unpack(call.requests), unpack(call.rows)
-        self._calls.num_rows = call.num_samples
+        self._calls.total_rows = call.num_samples
         if self._jumps is not None:
             self._jumps.num_samples = call.num_samples
         masks = self._calls.fill_masks(cast("RequestTable", cast("Any", self._table)), numbers)

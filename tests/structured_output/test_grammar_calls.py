@@ -299,6 +299,25 @@ def test_more_rows_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.close()
 
 
+def test_a_share_of_many_rows_may_take_as_long_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has 3 rows of a step of 192."""
+    monkeypatch.setattr(grammar_masks, "QUICK_SECONDS", 0.2)
+    monkeypatch.setattr(grammar_masks, "CROWDED_SECONDS", 0.2)
+    for total in (0, 192):
+        batch = Together(lambda: time.sleep(0.21))
+        table, requests, slots = known(3, 0.0002, batch)
+        get_grammar_state(requests[0]).seconds = 0.003
+        calls = GrammarCalls(VOCAB, 4, slices=1)
+        calls.total_rows = total
+        accept_first(calls, requests)
+        calls.fill_masks(table, slots)
+        assert get_grammar_state(requests[0]).is_slow == (total == 0)
+        accept_first(calls, requests)
+        calls.fill_masks(table, slots)
+        assert sum(batch.counts) == (6 if total else 3)
+        calls.close()
+
+
 def test_few_masks_of_a_step_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_masks, "MEASURED_SHARE", 1.0)
     table, requests, slots = known(200)
