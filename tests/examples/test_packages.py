@@ -226,7 +226,10 @@ def test_they_pass_their_suites(environment: Environment, tmp_path: Path, chosen
     done = environment.run("-m", "pytest", *options, *suites, tmp_path, timeout=400)
     assert " passed" in done.stdout
     skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
-    reasons = ("limit_conformance_options", "have no safetensors index", "list_broken_conformance_stores")
+    reasons = (
+        "limit_conformance_options", "have no safetensors index", "list_broken_conformance_stores",
+        "evicts in an order of its own", "honours no top_k",
+    )  # fmt: skip
     assert all(any(reason in line for reason in reasons) for line in skipped), skipped
     assert len(skipped) == len(reasons)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -165,7 +166,10 @@ def check_threads_share_a_grammar(run: Run) -> None:
     else:
         raise SkipCheck(f"no grammar of the suite has {THREADS} texts that go on in different ways")
 
+    together = threading.Barrier(THREADS)  # on a busy machine, one thread could end before the next begins
+
     def fill(mask: bytes) -> bool:
+        together.wait(60)
         return all(run.allowed(places[mask]).tobytes() == mask for _ in range(FILLS))
 
     with taking_turns(), ThreadPoolExecutor(THREADS) as pool:
