@@ -200,7 +200,8 @@ class GrammarCompiler:
         takes seconds. An error is raised again by the first grammar."""
         for _ in range(self._settings.workers):
             self._pool.submit(self._compile, _Compilation(PREPARED))
-        threading.Thread(target=self._load_early, name="load-grammar-backend", daemon=True).start()
+        if self._start_process is not None:  # they start while the backend is loaded
+            threading.Thread(target=self._load_early, name="load-grammar-backend", daemon=True).start()
         return self
 
     def hold_request(self, message: Generate) -> bool:

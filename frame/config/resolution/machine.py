@@ -256,7 +256,9 @@ def choose_grammar_sizes(
         processes, why = 0, "the engine's threads: processes take no drafts and no attention groups"
     elif not sampling.grammar_workers:
         processes, why = 0, "the engine's threads, as sampling.grammar_workers is 0"
-    elif get_capabilities(platform).is_host or processes < MIN_MASK_PROCESSES:
+    elif get_capabilities(platform).is_host:
+        processes, why = 0, "the engine's threads: the model computes on the same cores"
+    elif processes < MIN_MASK_PROCESSES:
         processes, why = 0, f"the engine's threads: {hardware.cpu_cores} cores are few"
     elif sizes["max_running_requests"] < MASK_PROCESS_ROWS:
         processes, why = 0, f"the engine's threads: fewer than {MASK_PROCESS_ROWS} requests run at a time"

@@ -321,11 +321,11 @@ def check_values_are_written_as_they_were(place: Callable[[], Any]) -> None:
         tracer.add_span(f"{name} late", str(own), 1.0, 2.0, attributes)
         span.end(attributes)
     attributes["number"] = -1
-    names += [f"{name} late" for name in names]
+    numbers = {name: number for number, each in enumerate(names) for name in (each, f"{each} late")}
     written = {each["name"]: each["attributes"] for each in where.read()}
-    assert written.keys() == set(names), f"of the names of spans {[name for name in names if name not in written][:1]} are not written"
-    for place_of, name in enumerate(names):
-        number, attributes = place_of % (len(names) // 2), written[name]
+    assert written.keys() == numbers.keys(), f"of the names of spans {[*(numbers.keys() - written.keys())][:1]} are not written"
+    for name, number in numbers.items():
+        attributes = written[name]
         assert attributes["number"] == number, f"span {number} has the attributes of another one, for which the caller used the object"
         assert type(attributes["is_even"]) is bool, f"the boolean is_even is written as {attributes['is_even']!r}"
         assert len(attributes["list"]) == 100, f"of a list of 100 texts, {len(attributes['list'])} are written"

@@ -258,7 +258,7 @@ def test_the_count_of_weights_is_never_above_the_published_one(layers: int, hidd
         (32, {"speculative": {"algorithm": "ngram"}}, 0, "no drafts"),
         (32, {"sampling": {"grammar_workers": 0}}, 0, "grammar_workers is 0"),
         (32, {"scheduler": {"max_running_requests": 32}}, 0, "fewer than 64 requests"),
-        (32, {"execution": {"device": "cpu"}}, 0, "few"),
+        (32, {"execution": {"device": "cpu"}}, 0, "the same cores"),
         (4, {"sampling": {"grammar_mask_processes": 3}}, 3, None),
     ],
 )

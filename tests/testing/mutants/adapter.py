@@ -13,7 +13,7 @@ import torch
 from frame.interfaces.adapter import AdapterCapabilities, AdapterConfig, AdapterError, AdapterFormat, LowRankDelta
 from frame.plugins.adapters.dora import DoraFormat
 from frame.plugins.adapters.lora import LoraFormat
-from tests.testing.mutants import MutantList
+from tests.testing.mutants import MutantList, adapter_state
 
 OPTIONS = {"format", "rank", "base", "invocation", "alphas"}
 
@@ -486,24 +486,5 @@ class RoundsNorms(DoraFormat):
         return replace(delta, output_norm=None if delta.output_norm is None else delta.output_norm.to(delta.a.dtype))
 
 
-@mutant.using(capabilities=LORA)
-class DropsTheTask(LoraFormat):
-    """Takes options that it does not need out of the caller's configuration."""
-
-    def read_config(self, config: Mapping[str, Any]) -> AdapterConfig:
-        if isinstance(config, dict):
-            config.pop("task_type", None)
-        return super().read_config(config)
-
-
-@mutant.using(capabilities=LORA)
-class KeepsAConfiguration(LoraFormat):
-    """Keeps the configuration of the last base model and rank, whatever else differs."""
-
-    kept: tuple[Any, AdapterConfig] | None = None
-
-    def read_config(self, config: Mapping[str, Any]) -> AdapterConfig:
-        read, key = super().read_config(config), (config.get("base_model_name_or_path"), config.get("r"), config.get("rank_pattern"))
-        if self.kept is None or self.kept[0] != key:
-            self.kept = key, read
-        return self.kept[1]
+for target in adapter_state.WRONG:
+    mutant(target, capabilities=LORA)
