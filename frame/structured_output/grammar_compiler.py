@@ -38,6 +38,10 @@ class CompilerProcess(Protocol):
 
     cpu_seconds: float
 
+    def start(self) -> None:
+        """Start the process, or start it again where it has ended. Raises RuntimeError."""
+        ...
+
     def compile(self, kind: str, source: str) -> bytes:
         """Return what `GrammarBackend.dump` made of the compiled grammar. Raises ValueError, one
         sentence, for an invalid grammar and when a limit ended the process; CompileTimeoutError
@@ -289,7 +293,7 @@ class GrammarCompiler:
     def _compile_all(self) -> None:
         """Compile until no grammar is left that may run. One call is submitted for each grammar; a
         call that finds none ends."""
-        while (turn := self._queue.take()) is not None:
+        while (turn := self._take()) is not None:
             tenant, compilation = turn
             if compilation.future.set_running_or_notify_cancel():
                 try:
@@ -297,6 +301,21 @@ class GrammarCompiler:
                 except BaseException as error:  # noqa: BLE001 - raised where the future's result is read
                     compilation.future.set_exception(error)
             self._queue.release(tenant)
+
+    def _take(self) -> tuple[str, _Compilation] | None:
+        """The tenant and the grammar to compile now. The thread's process starts first: meanwhile
+        the other threads compile."""
+        if self._start_process is not None:
+            with suppress(Exception):  # the compilation raises it
+                self._get_process(self._start_process).start()
+        return self._queue.take()
+
+    def _get_process(self, make: Callable[[], CompilerProcess]) -> CompilerProcess:
+        if not hasattr(self._thread, "process"):
+            self._thread.process = make()
+            self._processes.append(self._thread.process)
+        process: CompilerProcess = self._thread.process
+        return process
 
     def _compile(self, compilation: _Compilation) -> tuple[CompiledGrammar, float]:
         _, kind, source = compilation.key
@@ -308,15 +327,13 @@ class GrammarCompiler:
             compiled = backend.compile(kind, source)
             self._note_loaded()
             return compiled, time.thread_time() - began
-        if not hasattr(self._thread, "process"):
-            self._thread.process = self._start_process()
-            self._processes.append(self._thread.process)
+        process = self._get_process(self._start_process)
         try:
-            data = self._thread.process.compile(kind, source)
+            data = process.compile(kind, source)
             backend, began = self._load_backend(), time.thread_time()  # which another thread loads while the process starts
             loaded = backend.load(kind, source, data)
             self._note_loaded()
-            return loaded, time.thread_time() - began + self._thread.process.cpu_seconds
+            return loaded, time.thread_time() - began + process.cpu_seconds
         except CompileTimeoutError:
             self._last_timeout_at = time.monotonic()
             raise

@@ -224,6 +224,8 @@ def test_processes_compile_and_the_backend_loads() -> None:
         closed = 0
         cpu_seconds = 0.0
 
+        def start(self) -> None: ...
+
         def compile(self, kind: str, source: str) -> bytes:
             return source.upper().encode()
 
@@ -320,6 +322,8 @@ def test_the_backend_and_the_processes_are_prepared() -> None:
         def __init__(self) -> None:
             processes.append(self)
 
+        def start(self) -> None: ...
+
         def compile(self, kind: str, source: str) -> bytes:
             if source == grammar_compiler.PREPARED[2]:
                 started.wait()  # for the process of the other thread
@@ -333,4 +337,36 @@ def test_the_backend_and_the_processes_are_prepared() -> None:
     compiler.hold_request(ask("1", regex="b"))
     assert isinstance(collect(compiler, 1)["1"], grammar_compiler.MeteredGrammar) and "b" in backend.sources
     assert len(processes) == 2
+    compiler.close()
+
+
+def test_a_process_that_starts_holds_no_grammar() -> None:
+    """The start takes seconds, and a thread whose process runs compiles at once."""
+    is_starting, may_start, processes = threading.Event(), threading.Event(), []
+
+    class Process:
+        cpu_seconds = 0.0
+
+        def __init__(self) -> None:
+            processes.append(self)
+
+        def start(self) -> None:
+            if processes.index(self) == 1:
+                is_starting.set()
+                assert may_start.wait(20)
+
+        def compile(self, kind: str, source: str) -> bytes:
+            assert source != "r0" or is_starting.wait(20)  # so that there is work for another thread
+            return source.encode()
+
+        def close(self) -> None: ...
+
+    compiler = GrammarCompiler(Counting, GrammarSettings(workers=2), Process)
+    compiler.hold_request(ask("first", regex="a"))
+    collect(compiler, 1)
+    names = [f"r{number}" for number in range(4)]
+    for name in names:
+        compiler.hold_request(ask(name, regex=name))
+    assert set(collect(compiler, 4)) == set(names) and is_starting.is_set()
+    may_start.set()
     compiler.close()

@@ -307,6 +307,8 @@ def test_a_compilation_over_the_budget_is_refused() -> None:
     class Process:
         cpu_seconds = 3.0
 
+        def start(self) -> None: ...
+
         def compile(self, kind: str, source: str) -> bytes:
             return b""
 

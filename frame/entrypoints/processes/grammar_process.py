@@ -71,6 +71,9 @@ class GrammarProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
+    def start(self) -> None:
+        self._ensure_process()
+
     def compile(self, kind: str, source: str) -> bytes:
         """The compiled grammar. Raises ValueError for a grammar that is invalid or exceeds a limit,
         RuntimeError if there is no process."""
