@@ -173,13 +173,29 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 def add_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with the defaults of its `model_type` for keys that it lacks under every
-    name."""
-    complete = dict(config)
+    name, and with one entry for the rotary settings."""
+    complete = _join_rope(dict(config))
     for key, value in DEFAULTS.get(str(config.get("model_type")), {}).items():
         names = next((group for group in _SYNONYMS if key in group), ())
         if key not in config and all(config.get(name) is None for name in names):
             complete[key] = value
     return _add_sections(complete)
+
+
+def _join_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """`rope_scaling`, which users add to a file that transformers 5 saved with `rope_parameters`,
+    replaces those as in transformers (`convert_rope_params_to_dict`), or those of full attention.
+    A base that it lacks, and no other key has, stays."""
+    scaling, stored = config.get("rope_scaling"), config.get("rope_parameters")
+    if not (isinstance(scaling, Mapping) and scaling and isinstance(stored, Mapping) and stored):
+        return config
+    del config["rope_scaling"]
+    if any(isinstance(value, Mapping) for value in stored.values()):  # one entry for each kind of layer
+        joined = {**stored, "full_attention": {**(stored.get("full_attention") or {}), **scaling}}
+    else:
+        kept = ("rope_theta",) if "rope_theta" in stored and config.get("rope_theta") is None else ()
+        joined = {**{key: stored[key] for key in kept}, **scaling}
+    return {**config, "rope_parameters": joined}
 
 
 def _add_sections(config: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from frame.checkpoint.config_defaults import DEFAULTS, NESTED_SIZES, SECTIONS
 from frame.checkpoint.model_config import read_model_config
-from frame.models.layers.rotary import find_components
+from frame.models.layers.rotary import find_components, read_rope_parameters
 
 
 @pytest.mark.parametrize("kind", DEFAULTS)
@@ -83,3 +83,33 @@ def test_sections_of_positions_may_be_missing(tmp_path: Path, stored: dict[str, 
     assert parameters["mrope_section"] == expected
     assert parameters["mrope_interleaved"] is True  # whatever the file says, as in transformers
     assert config.config["rope_theta"] == 500000.0
+
+
+@pytest.mark.parametrize("base", [None, 5e5])
+def test_scaling_that_users_add_replaces_what_transformers_saved(tmp_path: Path, base: float | None) -> None:
+    from transformers import LlamaConfig
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    LlamaConfig(max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e6}).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    stored = {**json.loads(file.read_text()), "architectures": ["LlamaForCausalLM"], "rope_scaling": yarn}
+    file.write_text(json.dumps(stored if base is None else {**stored, "rope_theta": base}))
+    model_config = read_model_config(str(tmp_path))
+    rope = read_rope_parameters(model_config)
+    assert (rope["rope_type"], rope["factor"], rope["rope_theta"], model_config.max_context) == ("yarn", 4.0, base or 1e6, 256)
+    if base is not None:
+        assert LlamaConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"] == base
+
+
+def test_scaling_of_layers_that_differ_is_that_of_full_attention(tmp_path: Path) -> None:
+    from transformers import Gemma3TextConfig
+
+    config = Gemma3TextConfig(max_position_embeddings=64, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    scaled = {"rope_type": "linear", "factor": 8.0}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": ["Gemma3ForCausalLM"], "rope_scaling": scaled}))
+    model_config, expected = read_model_config(str(tmp_path)), Gemma3TextConfig.from_pretrained(tmp_path).rope_parameters
+    for kind in ("full_attention", "sliding_attention"):
+        rope = read_rope_parameters(model_config, kind)
+        assert {key: rope[key] for key in expected[kind]} == expected[kind], kind
