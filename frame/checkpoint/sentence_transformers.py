@@ -26,7 +26,7 @@ def read_sentence_config(folder: Path) -> SentenceTransformersConfig | None:
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise CheckpointError(f"{folder / 'modules.json'} is no list of modules; download it again.")
     mode: str | None = None
-    normalize = False
+    normalize, pools_prompts = False, True
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
@@ -34,6 +34,7 @@ def read_sentence_config(folder: Path) -> SentenceTransformersConfig | None:
             if not is_within(file, folder):
                 raise CheckpointError(f"{folder / 'modules.json'} names {file}, which is outside of its folder; download it again.")
             mode = _mode(file)
+            pools_prompts = _read_settings(file).get("include_prompt") is not False
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
@@ -41,13 +42,21 @@ def read_sentence_config(folder: Path) -> SentenceTransformersConfig | None:
     sizes = _read_settings(folder / "sentence_bert_config.json")
     more = _read_settings(folder / "config_sentence_transformers.json")
     prompts = {name: text for name, text in (more.get("prompts") or {}).items() if isinstance(text, str)}
-    max_length = sizes.get("max_seq_length")
+    max_length, default = sizes.get("max_seq_length"), more.get("default_prompt_name")
+    default = default if default in prompts else None
+    if default is not None and not pools_prompts:
+        raise CheckpointError(
+            f"{folder} puts its prompt {default!r} before each text and pools none of its tokens (include_prompt), which is not supported; "
+            "take default_prompt_name out of config_sentence_transformers.json to serve texts without a prompt."
+        )
     return SentenceTransformersConfig(
         mode=mode,
         normalize=normalize,
         max_tokens=max_length if isinstance(max_length, int) and max_length > 0 else None,
         prompts=prompts,
-        default_prompt=more.get("default_prompt_name") if more.get("default_prompt_name") in prompts else None,
+        default_prompt=default,
+        lower_case=sizes.get("do_lower_case") is True,
+        pools_prompts=pools_prompts,
     )
 
 

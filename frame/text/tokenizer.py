@@ -91,6 +91,14 @@ class Tokenizer:
         template = {} if self._template is None else {"chat_template": self._template.source}
         return {"tokenizer_class": "PreTrainedTokenizerFast", **self._config, **template}
 
+    def lower_case(self) -> None:
+        """Lower-case texts before they are encoded, as `do_lower_case` of sentence-transformers
+        asks."""
+        from tokenizers import normalizers
+
+        own = self.backend.normalizer
+        self.backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([] if own is None else [own])])
+
     # ---- encode ----
 
     def encode(self, text: str, add_special_tokens: bool = True, maximum: int | None = None) -> list[int]:

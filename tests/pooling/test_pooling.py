@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from frame.checkpoint.model_config import read_model_config
+from frame.checkpoint.model_config import EMBEDDED, find_model, read_model_config
 from frame.config.resolve import pinned
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
@@ -24,6 +24,7 @@ from frame.core.interfaces.platform import HOST
 from frame.entrypoints.configuration.prepare import Prepared, prepare
 from frame.entrypoints.processes.build_engine import build_rank
 from frame.entrypoints.processes.build_scheduler import build_scheduler
+from frame.entrypoints.processes.launch import load_tokenizer
 from frame.entrypoints.relevance import finished, log_odds
 from frame.interfaces.pooling import Pooler
 from frame.testing.checkpoints import load_reference, make_checkpoint
@@ -65,6 +66,10 @@ def as_sentence_folder(folder: Path, mode: str, *more: dict[str, Any], max_lengt
     (folder / "modules.json").write_text(json.dumps([*MODULES, POOLING, *more]))
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_length}))
     return folder
+
+
+def write_fields(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 @torch.no_grad()
@@ -308,3 +313,51 @@ def test_modules_that_are_not_known(tmp_path: Path) -> None:
     model_config = read_model_config(folder)
     assert model_config.sentence is not None
     assert model_config.sentence.mode == "last"
+
+
+@pytest.mark.parametrize(
+    ("labels", "fields", "activation"),
+    [
+        (1, {}, "sigmoid"),
+        (3, {}, "softmax"),
+        (3, {"problem_type": "multi_label_classification"}, "sigmoid"),
+        (1, {"problem_type": "regression"}, "none"),
+        (1, {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "none"),
+        (3, {"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}, "sigmoid"),
+    ],
+)
+def test_activations_of_a_classifier(labels: int, fields: dict[str, Any], activation: str, tmp_path: Path) -> None:
+    folder = make_checkpoint("BertForSequenceClassification", tmp_path, num_labels=labels)
+    write_fields(folder / "config.json", **fields)
+    pooling = prepared(folder).resolved.pooling
+    assert pooling is not None and pooling.activation == activation
+
+
+def test_an_activation_that_is_not_known(tmp_path: Path) -> None:
+    folder = make_checkpoint("BertForSequenceClassification", tmp_path, num_labels=1)
+    write_fields(folder / "config.json", sentence_transformers={"activation_fn": "torch.nn.modules.activation.Tanh"})
+    with pytest.raises(ResolveError, match=r"activation_fn torch.nn.modules.activation.Tanh, .*set one of Identity"):
+        prepared(folder)
+
+
+def test_texts_are_lower_cased_where_the_folder_asks(tmp_path: Path) -> None:
+    folder = as_sentence_folder(make_checkpoint("BertModel", tmp_path, vocab_size=2048), "mean")
+    for lowers in (False, True):
+        write_fields(folder / "sentence_bert_config.json", do_lower_case=lowers)
+        tokenizer = load_tokenizer(prepared(folder, model={"tokenizer": str(find_model(EMBEDDED))}).resolved)
+        assert tokenizer is not None
+        assert (tokenizer.encode("One TEXT") == tokenizer.encode("one text")) == lowers
+
+
+def test_prompts_that_are_not_pooled_are_refused(tmp_path: Path) -> None:
+    folder = as_sentence_folder(make_checkpoint("BertModel", tmp_path), "mean")
+    write_fields(folder / "1_Pooling" / "config.json", include_prompt=False)
+    prompts_file = folder / "config_sentence_transformers.json"
+    prompts_file.write_text(json.dumps({"prompts": {"query": "query: "}, "default_prompt_name": None}))
+    sentence = read_model_config(folder).sentence
+    assert sentence is not None and sentence.lead() == ""
+    with pytest.raises(ValueError, match="pools no token of a prompt"):
+        sentence.lead("query")
+    write_fields(prompts_file, default_prompt_name="query")
+    with pytest.raises(CheckpointError, match="take default_prompt_name out of config_sentence_transformers.json"):
+        read_model_config(folder)

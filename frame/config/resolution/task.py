@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
 from frame.core.interfaces.drafter import TreeShape
-from frame.core.interfaces.model import ModelConfig, Pooling, Task, checkpoint_tasks, is_classifier
+from frame.core.interfaces.model import Activation, ModelConfig, Pooling, Task, checkpoint_tasks, is_classifier
+
+_ACTIVATIONS: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}  # by class of torch.nn
 
 
 def choose_task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
@@ -53,14 +55,31 @@ def choose_pooling(config: FrameConfig, model_config: ModelConfig, task: Task) -
     tokens = config.model.label_tokens
     mode, why = _mode(config, "cls" if model_config.encoder else "last", _usual(model_config))
     if is_classifier(model_config.architecture):
-        several = model_config.config.get("problem_type") == "multi_label_classification"
-        return Pooling(mode, activation="sigmoid" if model_config.num_labels == 1 or several else "softmax"), why
+        return Pooling(mode, activation=_choose_activation(model_config)), why
     if len(tokens) < 2:
         raise ResolveError(
             f"model.task is classify, but {model_config.architecture} has no head over labels: name the tokens that stand for them.",
             change="model.label_tokens: [no, yes]",
         )
     return Pooling(mode, activation="softmax", label_tokens=tokens), why
+
+
+def _choose_activation(model_config: ModelConfig) -> Activation:
+    """What follows a classifier's head: what sentence-transformers wrote of a cross-encoder, or
+    what transformers' pipeline chooses by `problem_type` and the number of labels."""
+    stored = model_config.config.get("sentence_transformers")
+    named = stored.get("activation_fn") if isinstance(stored, Mapping) else None
+    named = named or model_config.config.get("sbert_ce_default_activation_function")
+    if named:
+        activation = _ACTIVATIONS.get(str(named).rpartition(".")[2])
+        if activation is None:
+            known = ", ".join(_ACTIVATIONS)
+            raise ResolveError(f"config.json has the activation_fn {named}, which is not supported; set one of {known} there.")
+        return activation
+    kind = model_config.config.get("problem_type")
+    if kind == "regression":
+        return "none"
+    return "sigmoid" if model_config.num_labels == 1 or kind == "multi_label_classification" else "softmax"
 
 
 def check_step(config: FrameConfig, chunk: int, max_context: int) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.batch import ForwardBatch
 
 __all__ = [
+    "Activation",
     "CausalLM",
     "LazyTensor",
     "Model",
@@ -38,6 +39,7 @@ __all__ = [
     "is_classifier",
 ]
 
+Activation = Literal["none", "sigmoid", "softmax"]
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
@@ -45,7 +47,7 @@ class Pooling:
 
     mode: str  # the pooler, by plugin name
     normalize: bool = False  # to length 1
-    activation: Literal["none", "sigmoid", "softmax"] = "none"  # after a classifier's head
+    activation: Activation = "none"  # after a classifier's head
     label_tokens: tuple[str, ...] = ()  # classify with the language model's head: the logits of these tokens alone
     whole_prompts: bool = True  # `PoolerCapabilities.whole_prompts`
 
@@ -64,16 +66,20 @@ class SentenceTransformersConfig:
     max_tokens: int | None = None  # of an input
     prompts: dict[str, str] = field(default_factory=dict)  # name -> text put before an input
     default_prompt: str | None = None  # name of the prompt for inputs that name none
+    lower_case: bool = False  # whether texts are lower-cased before they are tokenized
+    pools_prompts: bool = True  # whether the tokens of a prompt are pooled with those of its text
 
     def lead(self, name: str | None = None) -> str:
         """The text put before an input: the named prompt, or the default one. Raises ValueError for
-        an unknown name."""
+        an unknown name, and where its tokens would have to be left out of the pooling."""
         chosen = self.default_prompt if name is None else name
         if chosen is None:
             return ""
         if chosen not in self.prompts:
             known = f"it has {', '.join(self.prompts)}" if self.prompts else "it has none; write the text before the input"
             raise ValueError(f"prompt_name {chosen!r} is no prompt of this model: {known}")
+        if not self.pools_prompts:
+            raise ValueError("prompt_name is not supported by this model, which pools no token of a prompt; leave it out")
         return self.prompts[chosen]
 
 

@@ -24,7 +24,10 @@ def load_tokenizer(resolved: Resolved) -> Tokenizer | None:
     if resolved.tokenizer_path is None:
         return None
     user = resolved.user
-    return Tokenizer.load(resolved.tokenizer_path, user.text.chat_template, trust_remote_code=user.model.trust_remote_code)
+    tokenizer = Tokenizer.load(resolved.tokenizer_path, user.text.chat_template, trust_remote_code=user.model.trust_remote_code)
+    if resolved.model.sentence is not None and resolved.model.sentence.lower_case:
+        tokenizer.lower_case()
+    return tokenizer
 
 
 def get_client_limits(resolved: Resolved, info: dict[str, Any]) -> ClientLimits:
