@@ -116,6 +116,7 @@ def pinned(resolved: Resolved) -> FrameConfig:
         "scheduler.overlap": resolved.overlap,
         "sampling.jump_forward": resolved.jump_forward,
         "sampling.grammar_mask_processes": resolved.grammar_mask_processes,
+        "sampling.grammar_cache": resolved.grammar_cache,
         "media.enabled": resolved.media is not None,
         "execution.device": resolved.device,
         "execution.threads": resolved.threads,

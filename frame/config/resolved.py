@@ -58,6 +58,7 @@ class Resolved(BaseModel):
     prompt_graph_max_tokens: int = 0  # tokens of the largest captured step with prompts; 0: no graphs
     jump_forward: int = 0  # fewest forced tokens computed in one step; 0: never
     grammar_mask_processes: int = 0
+    grammar_cache: int = 256 << 20  # bytes of compiled grammars
     mem_fraction: float
     max_total_tokens: int | None  # None: computed from the free memory once the weights are loaded
     threads: int | None  # of one rank, on the CPU

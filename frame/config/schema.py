@@ -321,7 +321,7 @@ class SamplingSection(Section):
         5.0, "Maximum CPU seconds of a request's grammar, for compilation and masks; each output token adds 2 ms.", gt=0, le=3600
     )
     grammar_memory: int = setting(1 << 30, "Maximum memory to compile one grammar, in bytes.", ge=64 << 20)
-    grammar_cache: int = setting(256 << 20, "Maximum memory of the cache of compiled grammars, in bytes.", ge=0)
+    grammar_cache: Annotated[int | None, Auto] = setting(None, "Maximum memory of the cache of compiled grammars, in bytes.", ge=0)
     jump_forward: Annotated[int | None, Auto] = setting(
         None,
         "Minimum number of consecutive forced tokens that are computed in one step without sampling; 0: no jump-forward.",

@@ -22,10 +22,11 @@ TOKENS_A_REQUEST = 1024  # prompt and output of a typical request
 MAX_DECODES = 1024  # default bound on the rows of the largest captured decode
 MAX_PROMPT_TOKENS = 2048  # default bound on the tokens of the largest captured step with prompts; more gain little on any model
 MIN_MASK_PROCESSES, MAX_MASK_PROCESSES = 4, 8  # of sampling.grammar_mask_processes, where its default is not 0
+MIN_GRAMMAR_CACHE, MAX_GRAMMAR_CACHE = GIB // 4, 2 * GIB  # bytes; a schema that is often used takes 10 to 30 MiB
 MASK_PROCESS_ROWS = 64  # running requests from which on masks are filled in processes
 # Products of a weight and a token that a GPU computes while the host launches one layer's kernels
-# (0.2 ms, measured).
-_GEMMS_PER_LAUNCHED_LAYER = 60e9
+# beside HTTP and grammars (0.4 ms, measured; 0.2 on an idle host).
+_GEMMS_PER_LAUNCHED_LAYER = 120e9
 _NARROWEST = 64  # tokens; a smaller step is bound by reading weights or by launches
 _LAYER_KINDS = ("layers_block_type", "hybrid_override_pattern")  # fields of configs whose layers are attention, a recurrence or an MLP
 _ONLY_DECODES = {  # capabilities of models whose steps with prompts cannot be captured
@@ -246,7 +247,8 @@ def choose_grammar_sizes(
     config: FrameConfig, hardware: Hardware, platform: PluginRecord, sizes: Mapping[str, int]
 ) -> list[tuple[str, int | None, int, str]]:
     """(setting, user's value, default, reason) of the fewest forced tokens in a row that are
-    computed in one step, and of the processes that fill masks. sizes: of steps, by name."""
+    computed in one step, of the processes that fill masks and of the cache of grammars. sizes: of
+    steps, by name."""
     jump, why_jump = 2, "a row of several tokens costs a step little more than one of one"
     if sizes["cuda_graph_max_bs"]:
         jump, why_jump = 3, "a run takes as many rows of the step's CUDA graph as it has tokens"
@@ -264,7 +266,9 @@ def choose_grammar_sizes(
         processes, why = 0, f"the engine's threads: fewer than {MASK_PROCESS_ROWS} requests run at a time"
     else:
         why = "half of the cores: masks of many requests hold the interpreter's lock"
+    cache = min(max(hardware.memory_bytes // (128 * parallel.dp), MIN_GRAMMAR_CACHE), MAX_GRAMMAR_CACHE)
     return [
         ("sampling.jump_forward", sampling.jump_forward, jump, why_jump),
+        ("sampling.grammar_cache", sampling.grammar_cache, cache, "a 128th of the host's memory, from 256 MiB to 2 GiB"),
         ("sampling.grammar_mask_processes", sampling.grammar_mask_processes, processes, why),
     ]

@@ -298,7 +298,7 @@ def build_grammars(resolved: Resolved, registry: Registry, pool: ProcessPool | N
         kinds=capabilities.kinds if isinstance(capabilities, GrammarCapabilities) else GRAMMAR_KINDS,
         workers=max(1, sampling.grammar_workers),
         queue_timeout=sampling.grammar_timeout,
-        cache_bytes=sampling.grammar_cache,
+        cache_bytes=resolved.grammar_cache,
         budget=sampling.grammar_budget,
         request_timeout=resolved.user.scheduler.request_timeout,
     )

@@ -53,7 +53,8 @@ def test_graphs_cover_fewer_tokens_for_large_layers() -> None:
         LLAMA_8B, hidden_size=7168, num_heads=128, kind="mla", latent=(512, 64), head_dim=192,
         config={"intermediate_size": 18432, "q_lora_rank": 1536},
     )  # fmt: skip
-    assert [launch_bound_tokens(model_config) for model_config in (LLAMA_8B, small, experts, latent)] == [256, MAX_PROMPT_TOKENS, 1024, 64]
+    tokens = [launch_bound_tokens(model_config) for model_config in (LLAMA_8B, small, experts, latent)]
+    assert tokens == [512, MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS, 192]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -81,7 +82,7 @@ def test_linked_devices_sum_over_their_links(machine: Hardware, parallel: dict[s
 
 def test_graph_sizes_default_from_model_and_machine() -> None:
     result = resolved(device="cuda")
-    assert (result.cuda_graph_max_bs, result.prompt_graph_max_tokens) == (result.max_running_requests, 256)
+    assert (result.cuda_graph_max_bs, result.prompt_graph_max_tokens) == (result.max_running_requests, 512)
     assert "launch" in result.reasons["execution.prompt_graph_max_tokens"]
     assert resolved(device="cuda", prompt_graph_max_tokens=0).prompt_graph_max_tokens == 0
     assert resolved(device="cuda", prompt_graph_max_tokens=777).prompt_graph_max_tokens == 777
@@ -246,6 +247,14 @@ def test_the_count_of_weights_is_never_above_the_published_one(layers: int, hidd
     assert count_weights(large, None) <= 2 * parameters
     if "hybrid_override_pattern" not in config:
         assert count_weights(large, None) > 1.8 * parameters
+
+
+def test_the_cache_of_grammars_follows_the_memory_of_the_host() -> None:
+    config, records = FrameConfig.model_validate({"model": {"path": EMBEDDED}}), load_registry(installed=False).all_records()
+    for memory, cache in ((8, 256), (64, 512), (1024, 2048)):
+        assert resolve(config, dataclasses.replace(H200, memory_bytes=memory << 30), LLAMA_8B, records).grammar_cache == cache << 20
+    chosen = FrameConfig.model_validate({"model": {"path": EMBEDDED}, "sampling": {"grammar_cache": 0}})
+    assert resolve(chosen, H200, LLAMA_8B, records).grammar_cache == 0
 
 
 @pytest.mark.parametrize(
