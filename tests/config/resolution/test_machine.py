@@ -90,7 +90,7 @@ def test_graph_sizes_default_from_model_and_machine() -> None:
 
 def test_steps_of_several_ranks_are_captured_too() -> None:
     result = resolved(device="cuda", tp=2)
-    assert (result.cuda_graph_max_bs, result.prompt_graph_max_tokens) == (result.max_running_requests, 256)
+    assert (result.cuda_graph_max_bs, result.prompt_graph_max_tokens) == (result.max_running_requests, 512)
 
 
 @pytest.mark.parametrize(
