@@ -1,6 +1,6 @@
 """`TenantQuotas`: limits on the concurrent requests and sequences of each API key, over all
 protocols. `PlaceShares`: places that tenants share. `FairSemaphore`: a semaphore that serves its
-waiters round-robin by tenant.
+waiters round-robin by tenant. `LoopTurns`: the same for passes of the event loop.
 
 Used by the HTTP and gRPC servers and by the batch runner. Must not know a key or a protocol:
 tenants have names.
@@ -191,3 +191,50 @@ class FairSemaphore:
                 self._queue.release(tenant)
             else:
                 turn.set_result(None)
+
+
+class LoopTurns:
+    """Divides work that a task does at once, up to its next suspension, among passes of the event
+    loop: at most `limit` of it in one pass, round-robin by tenant, and what is larger by itself."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._done = 0  # in this pass
+        self._num_waiting = 0
+        self._is_scheduled = False  # whether `_begin_pass` will be called
+        self._queue: FairQueue[tuple[asyncio.Future[None], int]] = FairQueue(1)
+
+    async def take_turn(self, tenant: str, size: int) -> None:
+        """Wait for a pass with room for work of this size, which the caller does now."""
+        self._schedule()
+        if not self._num_waiting and (not self._done or self._done + size <= self._limit):
+            self._done += max(1, size)
+            return
+        waiting = asyncio.get_running_loop().create_future(), max(1, size)
+        self._queue.put(tenant, waiting)
+        self._num_waiting += 1
+        try:
+            await waiting[0]
+        except asyncio.CancelledError:
+            if waiting[0].cancelled():
+                self._queue.discard(tenant, waiting)
+                self._num_waiting -= 1
+            raise
+
+    def _begin_pass(self) -> None:
+        """Let those work whose turn it is; they run before the next call of this method."""
+        self._done, self._is_scheduled = 0, False
+        while self._done < self._limit and (next_turn := self._queue.take()) is not None:
+            tenant, (turn, size) = next_turn
+            self._queue.release(tenant)
+            if not turn.done():  # else its waiter is cancelled, and takes it out
+                turn.set_result(None)
+                self._num_waiting -= 1
+                self._done += size
+        if self._done:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._begin_pass)

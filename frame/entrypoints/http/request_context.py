@@ -189,18 +189,22 @@ class RequestContext:
         return await self.decode(data)
 
     async def decode(self, data: bytes) -> Any:
-        """The JSON of a body or a message. Raises ApiError 400."""
+        """The JSON of a body or a message, in a turn of the event loop that also has room for what
+        the caller does with it at once. Raises ApiError 400."""
         problem = await run_unless_small(data, problem_of, self._bodies.max_values)
         if problem is not None:
             raise ApiError(400, problem)
+        await self._bodies.turns.take_turn(self.owner, len(data))
         try:
             value = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise await run_unless_small(data, invalid_json, error) from None
         except RecursionError:
             raise ApiError(400, "the body is nested too deeply; send fewer levels") from None
-        if may_repeat_names(data, value) and (name := await run_unless_small(data, repeated_name, value)) is not None:
-            raise repeated_error(name)
+        if may_repeat_names(data, value):
+            if (name := await run_unless_small(data, repeated_name, value)) is not None:
+                raise repeated_error(name)
+            await self._bodies.turns.take_turn(self.owner, len(data))  # the caller validates the value
         return value
 
     def on_disconnect(self, act: Callable[[], None]) -> None:

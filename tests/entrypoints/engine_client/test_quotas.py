@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from frame.entrypoints.engine_client.quotas import FairSemaphore, PlaceShares, QuotaExceededError, TenantQuotas
+from frame.entrypoints.engine_client.quotas import FairSemaphore, LoopTurns, PlaceShares, QuotaExceededError, TenantQuotas
 
 
 def test_requests_are_counted_and_given_back() -> None:
@@ -86,6 +86,46 @@ async def test_a_slot_granted_to_a_cancelled_waiter_is_passed_on() -> None:
     waiting.cancel()  # it was granted the slot and has not run yet
     await asyncio.wait_for(last, 10)
     assert held == ["c"]
+
+
+async def test_passes_of_the_event_loop_have_a_bounded_part_of_the_work() -> None:
+    turns, passes, work = LoopTurns(10), [0], list[tuple[int, str, int]]()
+
+    async def count_passes() -> None:
+        while True:
+            passes[0] += 1
+            await asyncio.sleep(0)
+
+    async def do(tenant: str, size: int) -> None:
+        await turns.take_turn(tenant, size)
+        work.append((passes[0], tenant, size))
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        counter = group.create_task(count_passes())
+        tasks = [group.create_task(do("many", 4)) for _ in range(40)]
+        tasks += [group.create_task(do("many", 100)) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in tasks[5:25]:
+            task.cancel()
+        tasks += [group.create_task(do("few", 4)) for _ in range(3)]
+        await asyncio.wait(tasks)
+        counter.cancel()
+    sizes: dict[int, list[int]] = {}
+    for number, _, size in work:
+        sizes.setdefault(number, []).append(size)
+    assert all(sum(each[:-1]) < 10 for each in sizes.values()), sizes  # the last one may exceed it
+    assert len(work) == 26 and max(i for i, (_, tenant, _) in enumerate(work) if tenant == "few") < 12
+    await asyncio.wait_for(turns.take_turn("many", 4), 10)
+
+
+async def test_turns_go_on_after_waiters_were_cancelled() -> None:
+    turns = LoopTurns(1)
+    await turns.take_turn("a", 1)
+    waiting = [asyncio.create_task(turns.take_turn("a", 1)) for _ in range(3)]
+    await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait_for(asyncio.gather(*(turns.take_turn("b", 1) for _ in range(3))), 10)
 
 
 def test_a_key_may_hold_a_part_of_all_sequences() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from frame.entrypoints.engine_client.quotas import LoopTurns
 from frame.entrypoints.http.errors import CLOSE, ApiError
 from frame.host.host_memory import return_freed_memory
 
@@ -33,6 +34,7 @@ SMALL_BODY = 1024 * 1024  # bytes of a body that holds no prompt
 AT_ONCE = 16  # bodies of the largest size that are held together
 PATIENCE = 10  # the longest time of a whole body, in longest pauses between two pieces
 MIN_RATE = 8 * 1024  # bytes a second that a body needs once the first pause is used up
+TURN_BYTES = 16 * 1024  # of bodies that are decoded, validated and converted in one pass of the event loop: 2 to 15 ms
 TRIM_BYTES = 64 * 1024 * 1024  # after this many, freed memory is returned to the system, which the C library keeps
 TRIM_DELAY = 5.0  # seconds without such an amount: returning it stops the server for some 20 ms, and new memory is slow
 _SLICE = 64 * 1024
@@ -48,12 +50,13 @@ class Bodies:
     two pieces of a body at most. `max_values`: values of one body's JSON.
 
     An owner is a key's tenant, or a client's address. It may hold as many bytes as it leaves free,
-    so that however many are held by some, others find room.
+    so that however many are held by some, others find room. turns: of the work on complete bodies.
     """
 
     maximum: int
     pause: float
     max_values: int = MAX_VALUES
+    turns: LoopTurns = field(default_factory=lambda: LoopTurns(TURN_BYTES))
     held: int = 0
     held_by: dict[str, int] = field(default_factory=dict)
     peak: int = 0  # of `held`, since it fell to a quarter
