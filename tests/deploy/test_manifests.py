@@ -23,7 +23,8 @@ from frame.entrypoints.configuration.sources import LoadedConfig, load_config
 from frame.entrypoints.handoff import KEY_VARIABLE
 from frame.entrypoints.http.operations.admin import health_router
 from frame.entrypoints.router.discovery import Source
-from frame.entrypoints.router.replicas import Backends, RouterMetrics
+from frame.entrypoints.router.metrics import RouterMetrics
+from frame.entrypoints.router.replicas import Backends
 from frame.entrypoints.router.scaling import DesiredReplicas, ScalingTargets
 from tests.entrypoints.inprocess import serving
 

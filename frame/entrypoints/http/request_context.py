@@ -14,10 +14,10 @@ import msgspec
 from frame.entrypoints.engine_client.quotas import QuotaLease
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.errors import CLOSE, OPENAI, ApiError, DisconnectedError, ErrorShape
-from frame.entrypoints.http.protocol.bodies import MIN_RATE, PATIENCE, Bodies, problem_of
+from frame.entrypoints.http.protocol.bodies import MIN_RATE, PATIENCE, TURN_BYTES, Bodies, problem_of
 from frame.entrypoints.http.protocol.fields import check_spelling, ignored_header
 from frame.entrypoints.http.protocol.routing import BAD_ESCAPE
-from frame.entrypoints.http.validation_errors import invalid_json, may_repeat_names, repeated_error, repeated_name
+from frame.entrypoints.http.validation_errors import invalid_json, repeated_error, repeated_name
 from frame.entrypoints.logs import HEADER
 
 if TYPE_CHECKING:
@@ -201,11 +201,18 @@ class RequestContext:
             raise await run_unless_small(data, invalid_json, error) from None
         except RecursionError:
             raise ApiError(400, "the body is nested too deeply; send fewer levels") from None
-        if may_repeat_names(data, value):
-            if (name := await run_unless_small(data, repeated_name, value)) is not None:
-                raise repeated_error(name)
-            await self._bodies.turns.take_turn(self.owner, len(data))  # the caller validates the value
+        async with self._bodies.searching.hold_slot(self.owner):
+            name = await run_unless_small(data, repeated_name, value)
+        if name is not None:
+            raise repeated_error(name)
+        await self.take_turn_if_large(data)  # the caller validates the value
         return value
+
+    async def take_turn_if_large(self, data: bytes | None = None) -> None:
+        """Wait for another turn of the event loop for work on a large body, by default the
+        request's: what comes next takes as long as what came before."""
+        if (size := self._held if data is None else len(data)) > TURN_BYTES:
+            await self._bodies.turns.take_turn(self.owner, size)
 
     def on_disconnect(self, act: Callable[[], None]) -> None:
         """Call `act` when the client disconnects, also while nothing is sent. The body must have

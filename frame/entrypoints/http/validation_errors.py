@@ -109,7 +109,7 @@ def type_name(value: Any) -> str:
     return names.get(type(value), "of another type")
 
 
-def may_repeat_names(data: bytes, value: Any) -> bool:
+def _may_repeat_names(data: bytes, value: Any) -> bool:
     """Whether an object of the JSON text may have a name twice. False is certain: what ends like a
     name is a name, or an escaped quotation mark in a text. Long lists are looked through only where
     the body has objects inside, not for a prompt of token ids."""
@@ -122,7 +122,7 @@ def may_repeat_names(data: bytes, value: Any) -> bool:
 def repeated_name(data: bytes, value: Any) -> str | None:
     """A name that an object of the JSON text has twice; None without one. `value`: the decoded
     text, which has only the last of both."""
-    if not may_repeat_names(data, value) or count_names(data) == _count_kept_names(value):
+    if not _may_repeat_names(data, value) or count_names(data) == _count_kept_names(value):
         return None
     repeated: list[str] = []
 

@@ -22,7 +22,9 @@ from frame.entrypoints.http.errors import RETRY_AFTER, ApiError, DisconnectedErr
 from frame.entrypoints.http.request_context import BLOCKS
 from frame.entrypoints.router.cached_prefixes import PromptPrefixes
 from frame.entrypoints.router.connections import InformationalError, ResponseHeadError
-from frame.entrypoints.router.replicas import Backend, RouterMetrics
+from frame.entrypoints.router.metrics import RouterMetrics
+from frame.entrypoints.router.replicas import Backend
+from frame.entrypoints.router.requests import is_repeatable
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ MAX_LOST = 2  # replicas that may be lost while they have the same request, and 
 MAX_LOST_IN_ALL = 4
 LATE_TIME = 10.0  # seconds in which a replica that was silent may answer again
 PAUSE = 0.1  # seconds between two looks
+_LOST = "it does not answer, or is not ready while another one is"
 
 
 class LostError(Exception):
@@ -132,11 +135,11 @@ class Parts:
     """Waits for the parts of one answer, in the task that made it. The loss of the replica, and a
     client that leaves, cancel the wait: a task for each part would cost as much as the part."""
 
-    def __init__(self, request: RoutedRequest, backend: Backend) -> None:
+    def __init__(self, request: RoutedRequest, backend: Backend, *, can_move: bool = False) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._backend, self._gone = task, backend, request.gone
-        self._lost = backend.watch_lost()
+        self._lost = backend.watch_lost(can_leave=can_move)
         self._is_waiting = self._is_cancelled = False
         for each in (self._lost, self._gone):
             each.add_done_callback(self._interrupt)
@@ -161,11 +164,11 @@ class Parts:
                 self._is_waiting = False
         if self._gone.done():
             raise DisconnectedError
-        raise LostError("it does not answer", was_sent=True, is_silent=self._backend.was_silent)
+        raise LostError(_LOST, was_sent=True, is_silent=self._backend.was_silent)
 
     def close(self) -> None:
         """No part is waited for any more."""
-        self._backend.watchers.discard(self._lost)
+        self._backend.watchers.pop(self._lost, None)
         self._gone.remove_done_callback(self._interrupt)
 
 
@@ -214,7 +217,7 @@ class Exchange:
     async def wait(self, request: RoutedRequest, backend: Backend, what: Awaitable[T]) -> T:
         """The result, unless the client leaves or the replica is lost before."""
         task: asyncio.Future[T] = asyncio.ensure_future(what)
-        lost = backend.watch_lost()
+        lost = backend.watch_lost(can_leave=is_repeatable(request.method, request.path))
         waiting: Iterable[asyncio.Future[Any]] = (task, lost, request.gone)
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -223,10 +226,10 @@ class Exchange:
                 backend.heard = time.monotonic()
                 return result
             if lost.done():
-                raise LostError("it does not answer", was_sent=True, is_silent=backend.was_silent)
+                raise LostError(_LOST, was_sent=True, is_silent=backend.was_silent)
             raise DisconnectedError
         finally:
-            backend.watchers.discard(lost)
+            backend.watchers.pop(lost, None)
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

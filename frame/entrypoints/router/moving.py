@@ -33,7 +33,8 @@ from frame.entrypoints.router.exchange import (
     read_sentence,
     read_short,
 )
-from frame.entrypoints.router.replicas import Backend, Backends, Place, RouterMetrics
+from frame.entrypoints.router.metrics import RouterMetrics
+from frame.entrypoints.router.replicas import Backend, Backends, Place
 from frame.interfaces.routing import RoutingRequest
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class StreamMover:
             while True:
                 frames = _Frames(reply)
                 moved: httpx.Response | str = ""
-                with contextlib.closing(Parts(request, place.backend)) as parts:
+                with contextlib.closing(Parts(request, place.backend, can_move=True)) as parts:
                     lost = await self._read(stream, place.backend, frames, parts, first)
                     while not lost and not stream.is_ended:  # the replica drains
                         moved = await self._move(stream, routing, place, is_lost=False)

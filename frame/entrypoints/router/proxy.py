@@ -42,8 +42,9 @@ from frame.entrypoints.router.exchange import (
     read_sentence,
     read_short,
 )
+from frame.entrypoints.router.metrics import RouterMetrics
 from frame.entrypoints.router.moving import StreamMover
-from frame.entrypoints.router.replicas import Backend, Backends, RouterMetrics, counted, timed
+from frame.entrypoints.router.replicas import Backend, Backends, counted, timed
 from frame.entrypoints.router.requests import (
     BROADCAST,
     STATES,

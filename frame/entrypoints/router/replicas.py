@@ -1,5 +1,5 @@
 """The router's replicas: which there are and which of them answer, how many requests each has,
-which one gets the next one, and the metrics of all.
+and which one gets the next one.
 
 A replica is joining until its first health check succeeds, then serving, or asleep; draining where
 it ends or is to be removed; and lost after failed connections or checks, until one succeeds. Must
@@ -20,7 +20,6 @@ from itertools import count
 from typing import Literal, get_args
 
 import httpx
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from frame.entrypoints.handoff import FLEET, KV_EVENTS, LOAD, VERSION
 from frame.entrypoints.router.cached_prefixes import CachedPrefixes, PromptPrefixes
@@ -44,6 +43,8 @@ SLOW_CHECK = 4.0  # times the time of answered checks that a check waits
 OPERATOR = "admin"  # the source of replicas that an operator added
 STEP = 0.1  # seconds of a wait that count at most where the router itself is late
 MAX_CHECKS = 3  # without an answer, of a replica
+CHECK_PAUSE = 0.002  # seconds between the beginnings of two checks: many at once delay streams
+MAX_RESTART = 120.0  # seconds in which streams stay with a replica that answers its checks with an error
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class Backend:
     outstanding: int = 0
     failed_checks: int = 0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
-    watchers: set[asyncio.Future[None]] = field(default_factory=set)  # that end when it is lost
+    watchers: dict[asyncio.Future[None], bool] = field(default_factory=dict)  # that end when it is lost: see `watch_lost`
     sources: set[str] = field(default_factory=lambda: {""})
     is_leaving: bool = False
     is_removed: bool = False
@@ -74,6 +75,8 @@ class Backend:
     check_time: float = -1.0  # seconds that the last answered check took; below 0: none was
     silent_since: float = math.inf  # when the first of the checks began that were not answered in time; monotonic
     was_silent: bool = False  # whether it was lost by silence alone
+    woken_at: float = -math.inf  # when it answered after a silence; monotonic
+    served_at: float = -math.inf  # when it last told that it serves, sleeps or drains; monotonic
     inter_token: float = 0.0  # seconds, lately, as its last health check tells; 0.0: unknown
     events: Subscription | None = None  # the KV events of this process
     events_source: str = ""  # the process and what it says of them
@@ -84,13 +87,15 @@ class Backend:
             self.events.is_closed = True
         self.events, self.events_source = None, ""
 
-    def watch_lost(self) -> asyncio.Future[None]:
-        """Ends when the replica is lost; the caller takes it out of `watchers`. A task that waits
-        for the event would cost each part of an answer a turn of the loop."""
+    def watch_lost(self, *, can_leave: bool) -> asyncio.Future[None]:
+        """Ends when the replica is lost; the caller takes it out of `watchers`. can_leave: also
+        when it only tells that it is not ready, as while its engine restarts, and another replica
+        is healthy. A task that waits for the event would cost each part of an answer a turn of the
+        loop."""
         watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.lost.is_set():
             watcher.set_result(None)
-        self.watchers.add(watcher)
+        self.watchers[watcher] = can_leave
         return watcher
 
     @property
@@ -124,6 +129,7 @@ class Backends:
         self._client, self._interval = client, interval
         self._chooser = chooser or ReplicaChooser(None)
         self.prefixes = prefixes
+        self._usual_check = 0.0  # seconds, the median of the replicas' last answered checks
         self._num_waiting = dict[str, int]()  # by source, replicas beyond `MAX_REPLICAS`
         self.desired: DesiredReplicas | None = None  # set where the fleet has latency targets
         self.first_tokens: deque[tuple[float, float]] = deque(maxlen=FIRST_TOKENS)  # (when, seconds) of streams
@@ -223,30 +229,41 @@ class Backends:
         """A replica that was chosen for a request has nothing of it."""
         self._chooser.forget_request(request, backend.number)
 
-    def mark_lost(self, backend: Backend, reason: str, *, is_silent: bool = False) -> None:
-        """The replica does not answer. `is_silent`: that is all that is known."""
+    def mark_lost(self, backend: Backend, reason: str, *, is_silent: bool = False, answers: bool = False) -> None:
+        """The replica gets no requests. `is_silent`: all that is known is that it does not answer.
+        answers: it tells that it is not ready, so its requests may go on there."""
         backend.was_silent = is_silent
         backend.close_events()
         if backend.state in ("serving", "draining"):
             log.warning("replica %s is unhealthy: %s", backend.url, reason)
             self._chooser.forget_replica(backend.number)
         backend.state = "lost"
-        backend.lost.set()
-        for watcher in backend.watchers:
-            if not watcher.done():
+        if not answers:
+            backend.lost.set()
+        has_other = bool(self.healthy)
+        for watcher, can_leave in backend.watchers.items():
+            if not watcher.done() and (not answers or (can_leave and has_other)):
                 watcher.set_result(None)
 
     async def watch(self) -> None:
         """Check every replica, until cancelled."""
         while True:
             try:
-                await asyncio.gather(*(self.check(backend) for backend in self.all))
+                times = sorted(each.check_time for each in self.all if each.check_time >= 0)
+                self._usual_check = times[len(times) // 2] if times else 0.0
+                backends = self.all
+                pause = min(CHECK_PAUSE, self._interval / max(1, len(backends)))
+                await asyncio.gather(*(self._check_later(i * pause, backend) for i, backend in enumerate(backends)))
                 self._drop_left()
                 self.judge_slowness()
                 self.update_desired()
             except Exception:
                 log.exception("the health checks failed; they go on")
             await asyncio.sleep(self._interval)
+
+    async def _check_later(self, seconds: float, backend: Backend) -> None:
+        await asyncio.sleep(seconds)
+        await self.check(backend)
 
     def judge_slowness(self) -> None:
         """Compare the healthy replicas' times to the first byte."""
@@ -281,8 +298,7 @@ class Backends:
         await asyncio.shield(backend.suspected)
 
     async def _check(self, backend: Backend, *, is_suspect: bool) -> None:
-        times = sorted(each.check_time for each in self.all if each.check_time >= 0)
-        usual = max(backend.check_time, times[len(times) // 2] if times else 0.0)
+        usual = max(backend.check_time, self._usual_check)
         max_silence = MIN_SILENCE if backend.state == "lost" else MAX_SILENCE  # a round waits for all of its checks
         patience, started = max(MIN_SILENCE, self._interval, min(max_silence, SLOW_CHECK * usual)), time.monotonic()
         reply = await self._wait_reply(backend, patience)
@@ -298,6 +314,8 @@ class Backends:
         elif reply is not None:
             reason = f"{type(reply).__name__} {reply}".strip()
         if reply is not None:
+            if backend.silent_since < math.inf:
+                backend.woken_at = time.monotonic()
             backend.silent_since = math.inf
         state = "serving" if not reason else ANNOUNCED.get(announced)
         if state is not None and isinstance(reply, httpx.Response):
@@ -312,7 +330,8 @@ class Backends:
             is_suspect = is_suspect and backend.check_time < 0
         backend.failed_checks += 1
         if is_suspect or backend.failed_checks >= PATIENCE:
-            self.mark_lost(backend, reason, is_silent=reply is None)
+            answers = isinstance(reply, httpx.Response) and time.monotonic() - backend.served_at < MAX_RESTART
+            self.mark_lost(backend, reason, is_silent=reply is None, answers=answers)
 
     async def _wait_reply(self, backend: Backend, patience: float) -> httpx.Response | Exception | None:
         """The answer to a new check, or a late one to an earlier check; None: there is none in
@@ -353,7 +372,7 @@ class Backends:
         if now - backend.heard < patience:
             return True
         others = [each for each in self.all if each is not backend and each.state in ("serving", "draining")]
-        num_silent = sum(0 <= now - each.silent_since < 2 * MAX_SILENCE for each in others)
+        num_silent = sum(0 <= now - each.silent_since < 2 * MAX_SILENCE or now - each.woken_at < patience for each in others)
         return 2 * num_silent > len(others) and now - backend.silent_since < MAX_SILENCE
 
     def _note_health(self, backend: Backend, state: State, headers: httpx.Headers) -> None:
@@ -366,6 +385,7 @@ class Backends:
             log.warning("replica %s is healthy again", backend.url)
         if backend.lost.is_set():
             backend.lost = asyncio.Event()
+        backend.served_at = time.monotonic()
         if state == "draining" and backend.state != state:
             log.info("replica %s drains", backend.url)
         backend.state, backend.failed_checks = "draining" if backend.is_leaving else state, 0
@@ -433,67 +453,3 @@ def timed(backend: Backend, is_stream: bool) -> Iterator[None]:
         seconds = backend.first_bytes.finish(number, now, has_answer=has_answer)
         if has_answer:
             backend.group.first_tokens.append((now, seconds))
-
-
-class RouterMetrics:
-    """What one router counts. Outcomes: answered, refused (by every replica), retried (on another
-    replica), lost (sent and not repeated), broken (the answer broke off), client_gone. Those at
-    prefill servers: transferred, whole (the prompt has nothing to transfer, or the server refused
-    it), lost (no prefill server is left), refused (by the decode server), unused (none answered).
-    Moved streams: lost (with the replica), drained (with it), failed (no replica continues it)."""
-
-    def __init__(self, backends: Backends, prefill: Backends | None = None) -> None:
-        self._groups = [backends, *([prefill] if prefill is not None else [])]
-        self._registry = CollectorRegistry()
-        self._requests = Counter("frame_router_requests", "Requests, by outcome.", ["outcome"], registry=self._registry)
-        self._prefills = Counter("frame_router_prefills", "Requests for prefill servers, by outcome.", ["outcome"], registry=self._registry)
-        self._moves = Counter(
-            "frame_router_moved_streams", "Streams that another replica continues, by cause.", ["cause"], registry=self._registry
-        )
-        self._healthy = Gauge("frame_router_replica_healthy", "1: the replica answers.", ["replica"], registry=self._registry)
-        self._states = Gauge("frame_router_replicas", "Replicas, by state.", ["state"], registry=self._registry)
-        self._suspended = Gauge(
-            "frame_router_replica_suspended", "1: the replica gets no requests because it is slow.", ["replica"], registry=self._registry
-        )
-        self._outstanding = Gauge(
-            "frame_router_replica_outstanding", "Requests of a replica that are not finished.", ["replica"], registry=self._registry
-        )
-
-        self._blocks = Gauge(
-            "frame_router_replica_cached_blocks", "Blocks that a replica caches, as events tell.", ["replica"], registry=self._registry
-        )
-        self._desired = Gauge("frame_desired_replicas", "Replicas that the latency targets need.", registry=None)
-        self._limit = Gauge("frame_router_replica_limit", "Requests of a replica within the targets; 0: not known.", registry=None)
-        if backends.desired is not None:
-            self._registry.register(self._desired)
-            self._registry.register(self._limit)
-
-    def count(self, outcome: str) -> None:
-        """A request ended, or is sent again, for `retried`."""
-        self._requests.labels(outcome).inc()
-
-    def count_move(self, outcome: str) -> None:
-        """A stream moves to another replica, or ends because it cannot."""
-        self._moves.labels(outcome).inc()
-
-    def count_prefill(self, outcome: str) -> None:
-        """A request that may be divided goes on to a decode server."""
-        self._prefills.labels(outcome).inc()
-
-    def render(self) -> bytes:
-        """All metrics as text."""
-        for gauge in (self._healthy, self._suspended, self._outstanding, self._blocks):  # of those that have left
-            gauge.clear()
-        replicas = [backend for group in self._groups for backend in group.all]
-        if (desired := self._groups[0].desired) is not None:
-            self._desired.set(desired.value)
-            self._limit.set(0.0 if math.isinf(desired.limit) else desired.limit)
-        for state in STATES:
-            self._states.labels(state).set(sum(backend.state == state for backend in replicas))
-        for backend in replicas:
-            self._suspended.labels(backend.url).set(backend.is_suspended)
-            self._healthy.labels(backend.url).set(backend.is_healthy)
-            self._outstanding.labels(backend.url).set(backend.outstanding)
-            if backend.events is not None and backend.events.is_live:
-                self._blocks.labels(backend.url).set(sum(map(len, backend.events.indexes)))
-        return generate_latest(self._registry)

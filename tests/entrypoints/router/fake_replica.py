@@ -17,8 +17,9 @@ from frame.entrypoints.handoff import FleetKey
 from frame.entrypoints.http.protocol.connections import ConnectionLimits
 from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
 from frame.entrypoints.router.connections import open_client
+from frame.entrypoints.router.metrics import RouterMetrics
 from frame.entrypoints.router.proxy import Proxy
-from frame.entrypoints.router.replicas import Backends, RouterMetrics
+from frame.entrypoints.router.replicas import Backends
 from frame.entrypoints.router.requests import read_prompt
 from frame.interfaces.routing import RoutingContext, RoutingPolicy
 from frame.parallel.replica_choice import ReplicaChooser
@@ -33,6 +34,7 @@ class FakeReplica:
 
     def __init__(self, slowness: float = 0.0) -> None:
         self.slowness, self.status, self.is_endless = slowness, 200, False
+        self.token_pause = 0.002  # seconds
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.hits = self.blocks = self.requests = self.running = self.maximum = 0
         self.half_event = b""  # the last bytes before a `break`
@@ -117,7 +119,7 @@ class FakeReplica:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type), *named]})
         for number in range(3):
             await send({"type": "http.response.body", "body": b'data: {"token": %d}\n\n' % number, "more_body": True})
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(self.token_pause)
         if kind == "break":
             await send({"type": "http.response.body", "body": self.half_event, "more_body": True})
             await asyncio.sleep(0.002)

@@ -18,8 +18,9 @@ from frame.entrypoints.http.protocol.listening import HttpServer, bound_port
 from frame.entrypoints.router.connections import open_client
 from frame.entrypoints.router.divided_requests import make_decode_body, make_prefill_body, read_divisible
 from frame.entrypoints.router.first_bytes import FirstBytes
+from frame.entrypoints.router.metrics import RouterMetrics
 from frame.entrypoints.router.proxy import Proxy
-from frame.entrypoints.router.replicas import Backends, RouterMetrics
+from frame.entrypoints.router.replicas import Backends
 from frame.interfaces.routing import RoutingContext
 from frame.parallel.replica_choice import ReplicaChooser
 from frame.plugins.routing_policies.prefix_load import PrefixLoad

@@ -21,7 +21,8 @@ from frame.core.messages import Heartbeat
 from frame.entrypoints.engine_client.stats import ClientStats
 from frame.entrypoints.http.operations.metrics import ServerMetrics
 from frame.entrypoints.processes.resource_monitor import ResourceMonitor, Usage, UsageLimits
-from frame.entrypoints.router.replicas import Backends, RouterMetrics
+from frame.entrypoints.router.metrics import RouterMetrics
+from frame.entrypoints.router.replicas import Backends
 from frame.entrypoints.router.scaling import DesiredReplicas, ScalingTargets
 from frame.interfaces.stats import RequestRecord, StatLoggerContext, StepRecord
 from frame.plugins.loader import load_registry

@@ -214,6 +214,7 @@ class ApiRoute(APIRoute):
             return None
         body, ignored = parse_body(self.body_model, value)
         context.ignored += ignored
+        await context.take_turn_if_large()  # the endpoint converts it
         return body
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from frame.entrypoints.engine_client.quotas import LoopTurns
+from frame.entrypoints.engine_client.quotas import FairSemaphore, LoopTurns
 from frame.entrypoints.http.errors import CLOSE, ApiError
 from frame.host.host_memory import return_freed_memory
 
@@ -51,12 +51,15 @@ class Bodies:
 
     An owner is a key's tenant, or a client's address. It may hold as many bytes as it leaves free,
     so that however many are held by some, others find room. turns: of the work on complete bodies.
+    `searching`: the place of the body that a thread searches; several such threads would take the
+    interpreter's lock in turns with the event loop.
     """
 
     maximum: int
     pause: float
     max_values: int = MAX_VALUES
     turns: LoopTurns = field(default_factory=lambda: LoopTurns(TURN_BYTES))
+    searching: FairSemaphore = field(default_factory=lambda: FairSemaphore(1))
     held: int = 0
     held_by: dict[str, int] = field(default_factory=dict)
     peak: int = 0  # of `held`, since it fell to a quarter
