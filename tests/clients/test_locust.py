@@ -9,12 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.clients.conftest import KEY
 from tests.entrypoints.serving import RunningServer
 
 USERS, REQUESTS = 8, 60
 
 
+@pytest.mark.slow
 def test_every_request_of_many_users_is_answered(clients_server: RunningServer) -> None:
     script = Path(__file__).with_name("locust_user.py")
     users = ["--headless", "-u", str(USERS), "-r", str(USERS), "-t", "100s"]

@@ -20,6 +20,7 @@ QUIET: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthC
 SOAK = [pytest.mark.soak, pytest.mark.timeout(0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "count"), [("positive", 2), pytest.param("positive", 300, marks=SOAK), pytest.param("negative", 300, marks=SOAK)]
 )

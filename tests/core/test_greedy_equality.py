@@ -168,6 +168,7 @@ def test_two_ranks_mixed_and_from_the_prefix_cache(case):
     on_two_ranks(case, twice, chunk=64, tokens=POOL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", (*EVERY_FORM[:3], *SOAKED), indirect=True)
 def test_two_ranks_after_preemption_without_overlap(case):
     def once(loop):
@@ -177,6 +178,7 @@ def test_two_ranks_after_preemption_without_overlap(case):
     on_two_ranks(case, once, page_size=1, chunk=16, overlap=False, tokens=TIGHT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WHOLE, indirect=True)
 def test_two_ranks_draw_the_tokens_of_one(case):
     drawn = [SamplingParams(temperature=1.0, max_tokens=16, seed=seed, top_p=0.9, ignore_eos=True) for seed in range(PROMPTS)]

@@ -369,6 +369,7 @@ def test_trees_end_the_use_of_a_drafter_where_chains_alone_are_verified(expected
     assert "it drafted a tree, and this engine verifies chains alone" in caplog.text
 
 
+@pytest.mark.slow
 def test_two_ranks(expected: Any) -> None:
     """The other rank gets the drafts with the batch."""
     prompts, params, outputs = expected
@@ -380,6 +381,7 @@ def test_two_ranks(expected: Any) -> None:
     assert on_two_ranks(Case(FOLDER, prompts, None), generate, chunk=64, tokens=512) == outputs
 
 
+@pytest.mark.slow
 def test_trees_of_fewer_tokens_than_passes(expected: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A step that drafts one or two tokens has the keys of as many draws."""
     prompts, params, outputs = expected

@@ -76,6 +76,7 @@ def values(span: Any) -> dict[str, Any]:
     return {a.key: a.value.int_value or a.value.string_value or a.value.double_value for a in span.attributes}
 
 
+@pytest.mark.slow
 def test_one_trace_through_every_process(checkpoint: Path) -> None:
     text = ("--tokenizer-workers", "1", "--detokenizer-workers", "1")
     with collecting() as collector:

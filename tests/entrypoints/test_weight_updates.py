@@ -76,6 +76,7 @@ def test_a_repeated_prompt_over_ten_versions(engine: Engine, folders: list[Path]
     engine.control("check_integrity")
 
 
+@pytest.mark.slow
 def test_tiers_do_not_serve_older_weights(folders: list[Path], expected: list[Any]) -> None:
     """A pool of two prompts, so that others are read from the tier."""
     options = {"kv_tier/host": {"size_gib": 0.05}}
@@ -92,6 +93,7 @@ def test_tiers_do_not_serve_older_weights(folders: list[Path], expected: list[An
         engine.control("check_integrity")
 
 
+@pytest.mark.slow
 def test_streams_go_on_with_the_new_weights(engine: Engine, fresh: list[Engine], folders: list[Path]) -> None:
     """Each continues as a fresh engine would after the prompt and the tokens of the old weights."""
     old = [output.token_ids for output in fresh[0].generate(PROMPTS, LONG)]

@@ -136,6 +136,7 @@ def test_ranks_share_the_heads(folder: Path, speech: Speech) -> None:
     assert (find_token_ends(two) == find_token_ends(one)).all()
 
 
+@pytest.mark.slow
 def test_the_offline_engine_times_words(folder: Path) -> None:
     samples = (np.random.default_rng(0).standard_normal(40_000) * 0.1).astype(np.float32)
     with Engine(str(folder), device="cpu", threads=1, dtype="float32") as engine:

@@ -31,6 +31,7 @@ def test_it_is_not_visible_elsewhere() -> None:
     assert "blockwise" not in listed.stdout
 
 
+@pytest.mark.slow
 def test_a_file_alone_chooses_it_with_its_options(environment: Environment, tmp_path: Path) -> None:
     file = tmp_path / "frame.yaml"
     file.write_text("attention: {backend: blockwise}\nplugins: {options: {attention_backend/blockwise: {block_tokens: 7}}}\n")
@@ -38,10 +39,12 @@ def test_a_file_alone_chooses_it_with_its_options(environment: Environment, tmp_
     assert "blockwise" in checked.stdout
 
 
+@pytest.mark.slow
 def test_auto_prefers_the_higher_rank(environment: Environment) -> None:
     assert "torch_native" in environment.frame("config", "explain", "attention.backend").stdout
 
 
+@pytest.mark.slow
 def test_a_wrong_option_is_one_sentence(environment: Environment) -> None:
     options = ("--attention-backend", "blockwise", "--set", "plugins.options.attention_backend/blockwise.block_tokns=7")
     done = environment.frame("config", "check", *options, check=False)
@@ -50,12 +53,14 @@ def test_a_wrong_option_is_one_sentence(environment: Environment) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_denied_it_is_gone(environment: Environment) -> None:
     done = environment.frame("config", "check", "--attention-backend", "blockwise", "--plugins-deny", "frame-attn-example", check=False)
     assert done.returncode == 78
     assert "blockwise" in done.stderr
 
 
+@pytest.mark.slow
 def test_its_schema_is_in_the_editors(environment: Environment) -> None:
     schema = json.loads(environment.frame("config", "schema").stdout)
     assert "block_tokens" in json.dumps(schema)

@@ -61,6 +61,7 @@ def test_a_small_pool_with_tiers_gives_the_same_tokens(tiers: Sequence[str], exp
     assert cached > len(PROMPTS) * 4, "the second round reads blocks that the pool evicted in the first"
 
 
+@pytest.mark.slow
 def test_a_disk_is_warm_after_a_restart(expected: list[list[int]], tmp_path: Path) -> None:
     folder = tmp_path / "blocks"
     assert serve(("disk",), folder, WORKING_SET // 20, 1)[0] == [expected]

@@ -72,6 +72,7 @@ def tour(s: Any, topic: str) -> None:
     s += assistant(gen("end", max_tokens=8, stop=["."]))
 
 
+@pytest.mark.slow
 def test_backends_agree(backends: dict[str, Any]) -> None:
     found = {}
     for name, backend in backends.items():

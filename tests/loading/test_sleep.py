@@ -75,6 +75,7 @@ def test_a_rank_carries_out_orders() -> None:
         assert torch.ones(1)
 
 
+@pytest.mark.slow
 def test_cycles_release_memory_and_change_no_token(tmp_path: Path) -> None:
     """Ten cycles: memory falls each time, and does not grow."""
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)

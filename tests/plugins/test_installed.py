@@ -160,6 +160,7 @@ def test_broken_on_import_is_fatal_when_selected_with_the_cause_chain(environmen
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_manifest_that_is_broken_is_harmless_until_an_unknown_name_is_asked_for(environment: Environment, tmp_path: Path) -> None:
     done = environment.frame("plugins", "check", f"{KIND}/hers")
     assert done.returncode == 78

@@ -196,6 +196,7 @@ def test_standard_input_is_not_read(make: Callable[[Path], Path], command: tuple
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_unneeded_code_does_not_run(tmp_path: Path) -> None:
     folder = own_tokenizer(tmp_path / "model", slow=False)
     add_code(folder, "modeling_own", MODEL)

@@ -268,6 +268,7 @@ def listed(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*"))
 
 
+@pytest.mark.slow
 async def test_get_and_head_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving({"batches": {"folder": str(tmp_path / "batches")}}) as server:
         kept = (await server.request("POST", "/v1/responses", b'{"input": "hi", "max_output_tokens": 2}')).json()["id"]

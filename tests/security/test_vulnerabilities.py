@@ -122,6 +122,7 @@ CLIENTS = (
 )
 
 
+@pytest.mark.slow
 def test_the_server_fetches_nothing() -> None:
     found = [
         f"{each.name} imports {use.target}"

@@ -64,6 +64,7 @@ def test_an_extreme_value_is_refused_by_name_or_served(loop: LocalLoop, name: st
     check(loop, served)
 
 
+@pytest.mark.slow
 def test_extreme_values_together(loop: LocalLoop) -> None:
     rng = random.Random(5)
     by_field = {

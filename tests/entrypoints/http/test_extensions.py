@@ -198,6 +198,7 @@ async def test_extensions_are_selected_and_denied(installed: dict[str, Any]) -> 
                 pass
 
 
+@pytest.mark.slow
 def test_a_server_serves_the_package_or_says_why_not(site: Path, checkpoint: Path) -> None:
     path = {"PYTHONPATH": os.pathsep.join((str(site), os.environ.get("PYTHONPATH", "")))}
     flags = ("--max-model-len", "512", "--max-total-tokens", "1024")

@@ -312,6 +312,7 @@ def check(seed: int) -> Case:
     return case
 
 
+@pytest.mark.slow
 def test_streams_are_whole_answers() -> None:
     cases = [check(seed) for seed in range(CASES)]
     assert {case.tools for case in cases} >= set(WRITERS)

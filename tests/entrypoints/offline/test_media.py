@@ -160,6 +160,7 @@ def test_an_engine_runs_prompts_with_media(engine: Engine, rows: list[list[int]]
     assert count_held(engine) == 0
 
 
+@pytest.mark.slow
 def test_an_engine_refuses_and_gives_back(engine: Engine) -> None:
     good = chat({"type": "image", "image": picture(2, 2)})
     for wrong, param in (

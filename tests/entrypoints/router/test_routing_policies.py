@@ -129,6 +129,7 @@ async def test_all_replicas_are_used(name: str) -> None:
     assert name == "least_load" or len(+got) == 3  # one at a time: the first is always the least loaded
 
 
+@pytest.mark.slow
 def test_the_command_refuses_an_unknown_policy() -> None:
     command = [sys.executable, "-m", "frame", "router", "--replica", "http://127.0.0.1:1", "--policy", "nearest"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)

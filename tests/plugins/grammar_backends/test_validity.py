@@ -58,6 +58,7 @@ PERSON = {
 }
 
 
+@pytest.mark.slow
 def test_overlap_preemption_and_batching_change_no_constrained_output() -> None:
     pytest.importorskip("llguidance")
     constrained = [SamplingParams(max_tokens=100, seed=i, json_schema=json.dumps(PERSON)) for i in range(6)]

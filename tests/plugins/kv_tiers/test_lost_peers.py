@@ -101,6 +101,7 @@ def test_nothing_of_killed_prefill_servers_is_left(decode: Decode, peers: Prefil
     assert resident[2] - resident[0] < 2 * len(KEYS) * BLOCK_BYTES
 
 
+@pytest.mark.slow
 def test_a_reply_of_a_server_that_is_gone_leaves_nothing_at_nixl(
     decode: Decode, peers: PrefillPeers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

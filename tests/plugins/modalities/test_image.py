@@ -164,6 +164,7 @@ def test_animations_give_their_first_frame(built: dict[str, ImageModality]) -> N
         assert pixels[0, :, 0, 0].tolist() in ([255, 0, 0], [254, 0, 0])
 
 
+@pytest.mark.slow
 def test_300_images(built: dict[str, ImageModality]) -> None:
     generator = np.random.default_rng(5)
     for number in range(300):

@@ -221,6 +221,7 @@ def test_errors_name_the_parameter(server: RunningServer, name: str, case: str, 
     assert server.get("/server_info")["outstanding"] == 0
 
 
+@pytest.mark.slow
 def test_grammars_constrain_the_output(client: openai.OpenAI, name: str) -> None:
     ask = {"model": name, "messages": MESSAGES, "max_tokens": 60}
     choice = client.chat.completions.create(**ask, extra_body={"regex": "(yes|no)!"}).choices[0]  # type: ignore[call-overload]
