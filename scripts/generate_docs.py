@@ -279,13 +279,13 @@ def models() -> str:
         "logits of prompts with each of its media. Other `ForConditionalGeneration` checkpoints go through the fallback, "
         "[some of them](multimodal.md) with their encoder of images. [Whisper](speech.md) transcribes."),
         table(head, rows),
-        ("**LongRoPE** (Phi-3 with 128k tokens, Phi-3.5, Phi-4-mini) has two lists of rotary factors. Native models choose one at the "
-        "start: the long factors if the context (`--max-model-len`, by default the checkpoint's) exceeds the original length of the "
-        "checkpoint, else the short ones. So all requests share cached keys, and a request that grows beyond the original length keeps "
-        "its keys. transformers chooses by the length of each sequence. With the long factors, prompts within the original length give "
-        "other logits and texts than transformers, and a warning at the start says so; longer prompts give the same. "
+        ("**LongRoPE** (Phi-3 with 128k tokens, Phi-3.5, Phi-4-mini) has two lists of rotary factors. Models, also of the fallback, "
+        "choose one at the start: the long factors if the context (`--max-model-len`, by default the checkpoint's) exceeds the original "
+        "length of the checkpoint, else the short ones. So all requests share cached keys, and a request that grows beyond the original "
+        "length keeps its keys. transformers chooses by the length of each sequence. With the long factors, prompts within the original "
+        "length give other logits and texts than transformers, and a warning at the start says so; longer prompts give the same. "
         "`--max-model-len` of at most the original length (4096 for Phi-3-mini-128k) gives the short factors, and the results of "
-        "transformers."),
+        "transformers. With rope type `dynamic`, a token beyond the trained length turns as in a sequence that ends there."),
     ]) + "\n"  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from frame.core.interfaces.model import CausalLM
 from frame.models.transformers_media import WholeModelEncoders, build_config, check_encoders, find_decoder, has_encoders
 from frame.models.transformers_parallel import split_model
 from frame.models.transformers_quantized import build_layers, load_layers, replace_layers
+from frame.models.transformers_rotary import fix_rotations
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -85,6 +86,7 @@ class TransformersForCausalLM(CausalLM, nn.Module):
             split_model(model, self.context.tp, layers)
         self.model = model.to(self.context.device).eval()
         decoder = self._take_decoder(model) if self.has_encoders else model.base_model
+        fix_rotations(decoder, self.context.limits.max_context, self.context.dtype)
         self.parts = (decoder, _tail(model))
         self.attention.attach_modules(decoder)
         return {name for name, _ in self.named_parameters()}

@@ -98,7 +98,7 @@ def prepare(
         raise join_conflicts([_describe(conflict, registry) for conflict in error.conflicts]) from None
     for move in find_moves(resolved, machine, model_config, records):
         _log.warning("%s", move)
-    if sentence := _describe_long_rope(resolved, registry):
+    if sentence := _describe_long_rope(resolved):
         _log.warning("%s", sentence)
     _check_code(resolved, registry)
     if resolved.draft is not None:
@@ -165,12 +165,12 @@ def _describe(error: ConfigurationError, registry: Registry) -> ConfigurationErr
     return error
 
 
-def _describe_long_rope(resolved: Resolved, registry: Registry) -> str:
-    """What the long factors of LongRoPE mean for short prompts; "" if a native model rotates with
-    the short ones, or in another way."""
-    capabilities, config = registry.get("model", resolved.choice("model").name).capabilities, resolved.model.config
+def _describe_long_rope(resolved: Resolved) -> str:
+    """What the long factors of LongRoPE mean for short prompts; "" if the model rotates with the
+    short ones, or in another way."""
+    config = resolved.model.config
     stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if "long_factor" not in stored or not isinstance(capabilities, ModelCapabilities) or capabilities.architectures is None:
+    if "long_factor" not in stored:
         return ""
     places = (config.get("original_max_position_embeddings"), stored.get("original_max_position_embeddings"))
     original = next((value for value in (*places, config.get("max_position_embeddings")) if value), resolved.model.max_context)

@@ -55,10 +55,13 @@ LONG_ROPE = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("plugin", ["auto", "transformers"])
 @pytest.mark.parametrize(("length", "is_warned"), [(None, True), (65, True), (64, False), (48, False)])
-def test_long_factors_are_warned_of(length: int | None, is_warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_factors_are_warned_of(
+    length: int | None, is_warned: bool, plugin: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LONG_ROPE))
-    model = {"path": str(tmp_path), "skip_tokenizer_init": True, "max_context": length}
+    model = {"path": str(tmp_path), "skip_tokenizer_init": True, "max_context": length, "implementation": plugin}
     with caplog.at_level(logging.WARNING):
         resolved = prepare(FrameConfig.model_validate({"model": model, "execution": {"device": "cpu"}})).resolved
     found = [record.getMessage() for record in caplog.records if "LongRoPE" in record.getMessage()]
