@@ -285,11 +285,12 @@ class _HiddenOutput:
 
 
 def attend(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, **options: Any
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: calls the object attached to the module."""
+    """transformers' attention function: calls the object attached to the module. Parameters have
+    the names of transformers, whose modules pass some by name."""
     attention: PagedAttention = module.frame_attention  # type: ignore[assignment]
-    if mask is not None:
+    if attention_mask is not None:
         raise ConfigurationError(f"{type(module).__name__} masks keys by itself, which the fallback does not compute.")
     return attention.run(module, query, key, value, options), None
 

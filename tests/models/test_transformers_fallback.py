@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from frame.core.errors import CheckpointError, ConfigurationError
-from frame.testing.checkpoints import make_checkpoint
+from frame.testing.checkpoints import TINY, make_checkpoint
 from tests.models.harness import open_session
 from tests.models.ranks import on_ranks
 from tests.models.test_logits import check, prompt, wanted
@@ -150,6 +150,16 @@ def test_layers_that_select_keys_are_refused(tmp_path: Path, checkpoint: Callabl
     monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", lambda **_: torch.zeros(1, 1, 2, 2))
     with pytest.raises(ConfigurationError, match="LlamaAttention masks keys by itself"):
         open_session(checkpoint("LlamaForCausalLM"), model="transformers")
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_window_size": 2}])
+def test_masks_that_are_passed_by_name_are_refused(
+    options: dict[str, Any], checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Doge adds a bias of keys to its mask, and passes it by name."""
+    monkeypatch.setattr("frame.testing.checkpoints.TINY", {**TINY, "DogeForCausalLM": ("doge", {})})
+    with pytest.raises(ConfigurationError, match="DogeAttention masks keys by itself"):
+        open_session(checkpoint("DogeForCausalLM", **options), model="transformers")
 
 
 def test_dummy_weights(checkpoint: Callable[..., Path]) -> None:
