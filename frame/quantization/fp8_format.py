@@ -55,7 +55,7 @@ def _read_fp8(config: Mapping[str, Any]) -> Fp8Format:
     """DeepSeek's and transformers' block scales (`weight_scale_inv`), and one scale per tensor
     under either of its two names."""
     kind = config.get("fmt") or "e4m3"
-    if kind != "e4m3":
+    if kind not in ("e4m3", "float8_e4m3fn"):
         raise CheckpointError(f"quantization_config.fmt is {kind!r}; only e4m3 weights are supported.")
     is_static = config.get("activation_scheme") == "static"
     name = "modules_to_not_convert" if config.get("modules_to_not_convert") else "ignored_layers"

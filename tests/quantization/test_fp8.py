@@ -229,6 +229,7 @@ def test_a_weight_is_quantized_while_loading(dtype: torch.dtype) -> None:
         (CONFIGS["block"], Fp8Format("block", "weight_scale_inv", None, (128, 128), ("lm_head",))),
         (CONFIGS["tensor"], Fp8Format("tensor", "weight_scale", "input_scale", plain=("lm_head",))),
         (CONFIGS["no block"], Fp8Format("tensor", "weight_scale_inv", "activation_scale")),
+        ({"quant_method": "fp8", "fmt": "float8_e4m3fn"}, Fp8Format("tensor")),  # MiniMax-M2
     ],
 )
 def test_dialects(config: dict[str, object], expected: Fp8Format) -> None:
