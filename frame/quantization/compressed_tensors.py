@@ -27,6 +27,7 @@ _INPUT_SCALE = "input_scale"
 _FLOAT8 = ("tensor", "channel", "block")
 _INTEGER = ("tensor", "channel", "group")
 _BITS = (2, 3, 4, 8)
+_ORDERED = ("group", "dynamic", "true")  # values of `actorder`, in small letters, with which groups hold inputs in any order
 
 
 class CompressedTensors(WeightFormat):
@@ -97,7 +98,7 @@ def read_scheme(where: str, group: Mapping[str, Any], config: Mapping[str, Any],
             bits == 8 and _quantizes_inputs(group), _is_static(group, "int"),
         )  # fmt: skip
         if stored == "pack-quantized" and bits in _BITS:
-            return PackedLayer(layout, weights.get("actorder") in ("group", True))
+            return PackedLayer(layout, str(weights.get("actorder")).lower() in _ORDERED)
         if stored in ("int-quantized", "naive-quantized") and bits in _BITS:
             return layout
     raise CheckpointError(
