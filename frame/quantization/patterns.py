@@ -12,13 +12,17 @@ from functools import lru_cache
 _BODIES = ("model.", "model.language_model.", "language_model.model.", "thinker.model.", "backbone.")
 _BODY = re.compile(r"model\.language_model\.|(?:language_model|thinker)\.(?:model\.|(?=lm_head))|model\.|backbone\.")
 # Layers that checkpoints may store as one, and what a pattern has that means it: `.*up_proj` means
-# a layer alone.
+# a layer alone. Any pattern may mean the projections of recurrent layers, which are stored as one
+# always.
 _FUSED = {
     "q_proj": ("qkv_proj", "qkv"),
     "k_proj": ("qkv_proj", "qkv"),
     "v_proj": ("qkv_proj", "qkv"),
     "gate_proj": ("gate_up_proj", "gate_up"),
     "up_proj": ("gate_up_proj", "gate_up"),
+    **{f"in_proj_{part}": ("in_proj_qkv", "") for part in "qkv"},
+    # of Mamba-2; other recurrent layers have an `in_proj_z` of their own
+    **{f"{parent}.in_proj_{part}": ("in_proj", "") for parent in ("mamba", "mixer") for part in ("z", "x", "b", "c", "dt")},
 }
 
 
@@ -49,7 +53,7 @@ def _strip_body(name: str) -> str:
 def _list_layers(pattern: str, name: str) -> tuple[str, ...]:
     """The layer, and the one of which a checkpoint may make it a part, if the pattern means it."""
     prefix, dot, last = name.rpartition(".")
-    fused, mark = _FUSED.get(last, ("", ""))
+    fused, mark = _FUSED.get(last) or _FUSED.get(f"{prefix.rpartition('.')[2]}.{last}", ("", ""))
     return (name, f"{prefix}{dot}{fused}") if fused and mark in pattern else (name,)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,18 @@ from tests.quantization.test_formats import logits_of, open_session, reference_l
         ("language_model.lm_head", "lm_head", True),
         ("backbone.layers.54.mixer.in_proj", "model.layers.54.mixer.in_proj", True),
         ("backbone.layers.5", "model.layers.54.mixer.in_proj", False),
+        ("backbone.layers.54.mixer.in_proj", "model.layers.54.mixer.in_proj_dt", True),
+        ("backbone.layers.5.mixer.in_proj", "model.layers.54.mixer.in_proj_x", False),
+        ("model.layers.0.mamba.in_proj", "model.layers.0.mamba.in_proj_z", True),
+        ("in_proj", "model.layers.0.mamba.in_proj_c", True),
+        ("in_proj", "model.layers.0.mamba.out_proj", False),
+        ("re:.*mamba.in_proj$", "model.layers.0.mamba.in_proj_b", True),
+        (r"re:.*mixer\.(in|out)_proj$", "model.layers.0.mixer.in_proj_z", True),
+        ("in_proj", "model.layers.0.linear_attn.in_proj_z", False),
+        ("re:.*_proj$", "model.layers.0.linear_attn.in_proj_b", False),
+        ("in_proj_qkv", "model.layers.0.linear_attn.in_proj_k", True),
+        ("re:.*linear_attn.in_proj_qkv$", "model.layers.0.linear_attn.in_proj_v", True),
+        ("in_proj_qkv", "model.layers.0.linear_attn.in_proj_z", False),
         ("model.layers.3.self_attn.qkv_proj", "model.layers.3.self_attn.v_proj", True),
         ("model.layers.3.self_attn.qkv_proj", "model.layers.3.self_attn.o_proj", False),
         ("re:.*gate_up_proj", "model.layers.3.mlp.up_proj", True),
@@ -65,20 +78,27 @@ def test_fused_layers(dialect: str, tmp_path: Path) -> None:
     torch.testing.assert_close(both[0], want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dialect", ["packed", "fp8 blocks", "gptq 4"])
-def test_a_fused_layer_that_is_left_out(dialect: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "kept", "dialect"),
+    [
+        *(("Phi3ForCausalLM", "model.layers.1.self_attn.qkv_proj", dialect) for dialect in ("packed", "fp8 blocks", "gptq 4")),
+        ("FalconH1ForCausalLM", "model.layers.1.mamba.in_proj", "int8"),
+        ("Qwen3_5ForCausalLM", "model.layers.0.linear_attn.in_proj_qkv", "int8"),
+    ],
+)
+def test_a_fused_layer_that_is_left_out(architecture: str, kept: str, dialect: str, tmp_path: Path) -> None:
     """The list names the layer as the checkpoint stores it."""
-    stored, plain = make_pair("Phi3ForCausalLM", dialect, tmp_path)
-    want, kept = reference_logits(plain), "model.layers.1.self_attn.qkv_proj"
+    stored, plain = make_pair(architecture, dialect, tmp_path)
+    want = reference_logits(plain)
     tensors = {name: tensor for name, tensor in load_file(stored / "model.safetensors").items() if not name.startswith(f"{kept}.")}
     tensors[f"{kept}.weight"] = load_file(plain / "model.safetensors")[f"{kept}.weight"]
     save_file(tensors, stored / "model.safetensors", {"format": "pt"})
     config = json.loads((stored / "config.json").read_text())
     quantization = config["quantization_config"]
     if dialect == "gptq 4":
-        quantization["dynamic"] = {r"-:model\.layers\.1\.self_attn\.qkv_proj": {}}
+        quantization["dynamic"] = {"-:" + re.escape(kept): {}}
     else:
-        key = "ignore" if dialect == "packed" else "modules_to_not_convert"
+        key = "modules_to_not_convert" if dialect == "fp8 blocks" else "ignore"
         quantization[key] = [*quantization[key], kept]
     (stored / "config.json").write_text(json.dumps(config))
     got = logits_of(open_session(stored, quantization=DIALECTS[dialect][0]["quant_method"], gemm_kernel="torch"))
