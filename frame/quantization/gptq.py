@@ -38,9 +38,10 @@ class Gptq(WeightFormat):
     def __init__(self, context: FormatContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
         config = self.config = dict(context.checkpoint_config or {})
-        stored = config.get("checkpoint_format") or ""
-        if stored not in _FORMATS:
-            raise CheckpointError(f"quantization_config.checkpoint_format is {stored!r}; of GPTQ's formats gptq and gptq_v2 are read.")
+        key = "checkpoint_format" if config.get("checkpoint_format") else "format"  # GPTQModel writes the second, or both
+        self._stored = config.get(key) or ""
+        if self._stored not in _FORMATS:
+            raise CheckpointError(f"quantization_config.{key} is {self._stored!r}; of GPTQ's formats gptq and gptq_v2 are read.")
         where = "quantization_config"
         self._plain = read_patterns(config.get("modules_to_not_convert"), f"{where}.modules_to_not_convert")
         blocks = config.get("modules_in_block_to_quantize") or ()
@@ -58,7 +59,7 @@ class Gptq(WeightFormat):
             return plain
         if any(matches(pattern, name) for pattern in self._plain):
             return plain
-        if kind == "linear" and self._blocks and not any(name.endswith(f".{block}") for block in self._blocks):
+        if kind == "linear" and self._blocks and not any(matches(block, name) for block in self._blocks):
             return plain
         for pattern, overrides in self._dynamic.items():
             if find_match(_strip(pattern), name):
@@ -73,7 +74,8 @@ class Gptq(WeightFormat):
         yield _store({"bits": 4, "group_size": -1}, up, group=0)
         yield _store({**base, "desc_act": True}, up, ordered=True)
         yield _store({**base, "checkpoint_format": "gptq_v2"}, up, lift=0)
-        yield _store({**base, "checkpoint_format": "gptq"}, up)
+        yield _store({**base, "format": "gptq_v2"}, up, lift=0)
+        yield _store({**base, "checkpoint_format": "gptq", "format": "gptq_v2"}, up)
         yield _store({"bits": 2, "group_size": 64}, up, bits=2, group=64)
         yield _store(eight, head, plain=True)
         yield _store({**eight, "lm_head": True}, head, bits=8)
@@ -95,8 +97,8 @@ class Gptq(WeightFormat):
             raise CheckpointError(f"quantization_config.bits is {bits!r}; of GPTQ's numbers of bits {', '.join(map(str, BITS))} are read.")
         if not isinstance(group, int) or group < -1 or group == 0:
             raise CheckpointError(f"quantization_config.group_size is {group!r}; a positive number or -1 (all inputs) is expected.")
-        is_second = config.get("checkpoint_format") == "gptq_v2"
-        return GptqLayer(self.context.dtype, int(bits), max(0, group), bool(config.get("desc_act")), 0 if is_second else 1)
+        lift = 0 if self._stored == "gptq_v2" else 1
+        return GptqLayer(self.context.dtype, int(bits), max(0, group), bool(config.get("desc_act")), lift)
 
 
 def _store(
