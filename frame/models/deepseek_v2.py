@@ -3,7 +3,8 @@ model), shared experts, YaRN."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
@@ -13,18 +14,24 @@ from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.rotary import Rotary, compute_yarn_scale, read_rope_parameters
 from frame.models.layers.router import RoutingRule
+from frame.models.layers.weights.fused_tensors import split_stacked_experts
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.model import LazyTensor
 
 
 class DeepseekV2ForCausalLM(Decoder):
     """The first `first_k_dense_replace` layers are dense (`is_dense`). V3 differs in its routing
     only (`build_routing`)."""
 
-    ignored_weights: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
     bias_keys: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")  # the latter of dense and shared layers
 
     def get_ignored(self) -> tuple[str, ...]:
         ignored = super().get_ignored()  # transformers writes empty tensors where there are no shared experts
         return (*ignored, r".*\.shared_experts\.") if self.model_config.config.get("n_shared_experts") == 0 else ignored
+
+    def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterable[tuple[str, LazyTensor]]:
+        return split_stacked_experts(super().map_weights(weights))
 
     def build_rotary(self) -> Rotary:
         interleaved = self.model_config.config.get("rope_interleave", True)

@@ -3,6 +3,9 @@ DeepSeek-V3's routing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from frame.models.encoders import ReadsMedia
@@ -12,6 +15,10 @@ from frame.models.layers.mlp import GatedMLP
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.rotary import Rotary, read_rope_parameters
 from frame.models.layers.router import read_sigmoid_rule
+from frame.models.layers.weights.fused_tensors import split_stacked_experts
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.model import LazyTensor
 
 _ROTATED = 0.5  # share of a head that rotates, unless the config says otherwise
 
@@ -22,6 +29,9 @@ class Glm4MoeForCausalLM(ReadsMedia):
 
     def get_ignored(self) -> tuple[str, ...]:
         return (*super().get_ignored(), match_draft_layers(self.model_config))
+
+    def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+        return split_stacked_experts(super().map_weights(weights))
 
     def build_rotary(self) -> Rotary:
         parameters = read_rope_parameters(self.model_config)

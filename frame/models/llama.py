@@ -18,7 +18,6 @@ class LlamaForCausalLM(ReadsMedia):
 
     nested_kinds: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral", "ministral3")
     bias_keys: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
-    ignored_weights: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq$",)
 
     def has_bias(self, key: str) -> bool:
         return super().has_bias(key) and not self.is_mistral

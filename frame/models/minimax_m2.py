@@ -13,6 +13,8 @@ from frame.models.layers.decoder import Decoder
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.rotary import Rotary, read_rope_parameters
 from frame.models.layers.router import RoutingRule
+from frame.models.layers.weights.fused_tensors import split_stacked_experts
+from frame.models.mixtral import EXPERT_LAYERS, rename_experts
 
 if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor
@@ -41,11 +43,10 @@ class MiniMaxM2ForCausalLM(Decoder):
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config = self.model_config.config
-        names = ("w1", "w3", "w2")
-        sizes = ExpertSizes(self.model_config.num_experts, self.model_config.hidden_size, config["intermediate_size"], names)
+        sizes = ExpertSizes(self.model_config.num_experts, self.model_config.hidden_size, config["intermediate_size"], EXPERT_LAYERS)
         rule = RoutingRule(config["num_experts_per_tok"], scoring="sigmoid", renormalize=True, correction=True)
         return MoE(self.context, prefix, sizes, rule)
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
-        for name, tensor in weights:
+        for name, tensor in split_stacked_experts(rename_experts(weights), EXPERT_LAYERS):
             yield name.replace(f".{self.mlp_name}.{_CORRECTION}", f".{self.mlp_name}.gate.{_CORRECTION}"), tensor

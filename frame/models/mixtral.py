@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
@@ -10,11 +11,17 @@ from frame.models.layers.attention import AttentionOptions
 from frame.models.layers.decoder import Decoder
 from frame.models.layers.moe import ExpertSizes, MoE
 from frame.models.layers.router import RoutingRule
+from frame.models.layers.weights.fused_tensors import split_stacked_experts
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.model import LazyTensor
+
+EXPERT_LAYERS = ("w1", "w3", "w2")  # gate, up and down
 
 
 class MixtralForCausalLM(Decoder):
     """The checkpoint names the MoE layer `block_sparse_moe`, and an expert's layers w1 (gate), w3
-    (up) and w2 (down)."""
+    (up) and w2 (down); under the names of transformers 5 it is `mlp`, with stacked experts."""
 
     mlp_name: ClassVar[str] = "block_sparse_moe"
 
@@ -23,5 +30,14 @@ class MixtralForCausalLM(Decoder):
 
     def build_mlp(self, layer: int, prefix: str) -> nn.Module:
         config = self.model_config.config
-        sizes = ExpertSizes(config["num_local_experts"], self.model_config.hidden_size, config["intermediate_size"], ("w1", "w3", "w2"))
+        sizes = ExpertSizes(config["num_local_experts"], self.model_config.hidden_size, config["intermediate_size"], EXPERT_LAYERS)
         return MoE(self.context, prefix, sizes, RoutingRule(config["num_experts_per_tok"], renormalize=True))
+
+    def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+        return split_stacked_experts(rename_experts(weights), EXPERT_LAYERS)
+
+
+def rename_experts(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+    """The tensors of MoE layers under their names in published checkpoints."""
+    for name, tensor in weights:
+        yield name.replace(".mlp.", ".block_sparse_moe."), tensor

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from frame.models.layers.attention import AttentionOptions
 from frame.models.layers.decoder import Decoder
 from frame.models.layers.moe import ExpertSizes, GatedSharedExpert, MoE, is_moe_layer
 from frame.models.layers.router import RoutingRule
+from frame.models.layers.weights.fused_tensors import split_stacked_experts
+
+if TYPE_CHECKING:
+    from frame.core.interfaces.model import LazyTensor
 
 
 class Qwen2MoeForCausalLM(Decoder):
     """Layers in `mlp_only_layers`, and those that `decoder_sparse_step` skips, are dense."""
+
+    def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+        return split_stacked_experts(super().map_weights(weights))
 
     def get_attention_options(self, layer: int) -> AttentionOptions:
         config = self.model_config.config

@@ -42,6 +42,7 @@ WRAPPERS = {"model.language_model.": "model.", "language_model.model.": "model."
 _ENCODERS = (
     r"(?:model\.)?(?:vision_tower|vision_model|visual|merger|multi_modal_projector|mm_projector|embed_vision|audio_tower|embed_audio)\."
 )
+_FREQUENCIES = r".*rotary_emb\.inv_freq$"  # transformers stored them until version 4.31
 
 Norm = RMSNorm | LayerNorm
 
@@ -354,7 +355,7 @@ class Decoder(CausalLM, nn.Module):
     def get_ignored(self) -> tuple[str, ...]:
         """Regular expressions of checkpoint names that the model does not load."""
         stored = self.context.weight_format
-        unused = (*self.ignored_weights, *(stored.ignored_weights if stored is not None else ()))
+        unused = (_FREQUENCIES, *self.ignored_weights, *(stored.ignored_weights if stored is not None else ()))
         if self.model_config.architecture.endswith("ForConditionalGeneration"):
             unused = (*unused, _ENCODERS)
         return unused if isinstance(self.head, Head) else (*unused, r"lm_head\.", r"score\.")

@@ -104,15 +104,17 @@ def split_packed_experts(prefix: str, tensor: LazyTensor, names: Sequence[str], 
             yield f"{prefix}.{expert}.{name}.{part}", TensorView((total // step, groups * width), read)
 
 
-def split_stacked_experts(weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
+def split_stacked_experts(
+    weights: Iterable[tuple[str, LazyTensor]], layers: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors, with `experts.gate_up_proj` [experts, 2 * inner, hidden] and `experts.down_proj`
-    [experts, hidden, inner] divided by expert and layer."""
+    [experts, hidden, inner] divided by expert and layer. `layers`: names of gate, up and down."""
     for name, tensor in weights:
         prefix, _, last = name.rpartition(".")
         if not prefix.endswith(".experts") or last not in ("gate_up_proj", "down_proj"):
             yield name, tensor
             continue
-        names = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+        names = layers[:2] if last == "gate_up_proj" else layers[2:]
         experts, outputs, inputs = tensor.shape
         size = outputs // len(names)
         for expert in range(experts):
