@@ -54,8 +54,8 @@ class KimiLinearForCausalLM(Decoder):
         return MoE(self.context, prefix, sizes, rule, shared)
 
     def map_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> Iterator[tuple[str, LazyTensor]]:
-        for name, tensor in weights:
-            yield name.replace(".block_sparse_moe.", ".mlp."), tensor
+        for name, tensor in weights:  # `forget_gate`: a module of transformers, whose name adapters have
+            yield name.replace(".block_sparse_moe.", ".mlp.").replace(".forget_gate.", "."), tensor
 
     def _is_linear(self, layer: int) -> bool:
         """By `layer_types`, or by the list of layers that `linear_attn_config` counts from 1;

@@ -12,6 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from frame.models.kimi_linear import KimiLinearForCausalLM
+from frame.models.minimax_m2 import MiniMaxM2ForCausalLM
+from frame.models.mixtral import MixtralForCausalLM
 from tests.models.harness import open_session
 from tests.models.test_logits import ARCHITECTURES, check
 
@@ -55,6 +58,21 @@ def test_experts_of_a_layer_may_be_one_tensor(
         tensors |= {f"{prefix}.gate_up_proj": torch.cat((gate, up), 1), f"{prefix}.down_proj": down}
     renamed = {name.replace("block_sparse_moe", "mlp"): tensor for name, tensor in tensors.items()}
     check(open_session(copy(plain, tmp_path, renamed, whole=True)), reference(plain))
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "bound"),
+    [
+        (MixtralForCausalLM, "mlp.gate", "block_sparse_moe.gate"),
+        (MiniMaxM2ForCausalLM, "mlp.gate", "block_sparse_moe.gate"),
+        (KimiLinearForCausalLM, "self_attn.forget_gate.f_a_proj", "self_attn.f_a_proj"),
+    ],
+)
+def test_names_of_modules_of_transformers(model: Any, name: str, bound: str) -> None:
+    """Which adapters have, since PEFT names modules."""
+    layer = "model.layers.1."
+    renamed = model.map_weights(model.__new__(model), [(f"{layer}{name}.weight", torch.zeros(2, 2))])
+    assert [each for each, _ in renamed] == [f"{layer}{bound}.weight"]
 
 
 def copy(folder: Path, target: Path, tensors: dict[str, torch.Tensor], whole: bool = False) -> Path:
