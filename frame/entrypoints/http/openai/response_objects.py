@@ -212,6 +212,13 @@ def _block(place: int, item: dict[str, Any]) -> ContentBlock:
     return ContentBlock(place, kind, pieces=[part["text"] for part in parts], logprobs=logprobs, last_logprobs=logprobs)
 
 
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    """An output item as the next request reads it: log-probabilities have many JSON parts."""
+    if item["type"] != "message":
+        return item
+    return item | {"content": [part | {"logprobs": []} for part in item["content"]]}
+
+
 def _content_part(block: ContentBlock, text: str) -> dict[str, Any]:
     part: dict[str, Any] = {"type": CONTENT_TYPES[block.kind], "text": text}
     return part | {"annotations": [], "logprobs": block.logprobs if text else []} if block.kind == "text" else part
@@ -232,12 +239,13 @@ class ResponseInput:
     history: list[dict[str, Any]]  # stored items before the input
     items: list[dict[str, Any]]  # the input, as it is stored
     conversation: str | None = None  # id of the conversation that the response is added to
+    is_stored: bool = False
     log: EventLog | None = None  # events of a streamed background response
     tools: Mapping[str, Tool] = field(default_factory=dict)  # by the name of their function
 
 
 class ResponseBuilder:
-    """A response as one object or as events; stored unless the request has `store: false`."""
+    """A response as one object or as events; stored if its input says so."""
 
     def __init__(self, services: Services, response_input: ResponseInput, chat: ChatRequest, state: RequestState) -> None:
         request = response_input.request
@@ -247,7 +255,7 @@ class ResponseBuilder:
         self._parser = make_output_parsers(services, chat, state).get(0)
         # Cached, because the last body is made twice: for the store and for the client.
         self._count_reasoning = cache(partial(count_reasoning, services, chat, self._sequence, self._parser))
-        self._is_stored = request.store is not False and self._store.is_on
+        self._is_stored = response_input.is_stored
         self._blocks = ContentBlocks(TextLogprobs(services.need_tokenizer()) if request.wants_logprobs else None)
         self._writer = EventWriter(state.rid, response_input.tools, request.compacts)
         self._name = state.rid
@@ -291,8 +299,9 @@ class ResponseBuilder:
         if self._is_stored:
             body = self._body(self._status())
             before = [*response_input.history, *response_input.items]
-            items = _encode([*before, *body["output"]])
-            self._store.put(self._name, response_input.tenant, _encode(body), items, len(before), response_input.log)
+            items = _encode([*before, *map(_without_logprobs, body["output"])])
+            # False: the output made it too large, and the body that the client receives says so
+            self._is_stored = self._store.put(self._name, response_input.tenant, _encode(body), items, len(before), response_input.log)
 
     def delete_unfinished(self) -> None:
         """Delete a response that ended before it finished. The last call for a response."""

@@ -46,6 +46,7 @@ from frame.entrypoints.http.services import Services
 
 # Ids of responses and conversations in which one request's references are looked up
 MAX_CONTAINERS = 32
+OBJECT_BYTES = 2048  # of a response before its output, besides what it repeats of its request
 NOTHING_STORED = "this server stores none (--response-store-size is 0)"
 
 InputTokenCount = declare("InputTokenCount", "input_tokens", object="response.input_tokens")
@@ -63,6 +64,7 @@ router = ApiRouter(access=Access.USER, errors=ERRORS)
 async def create(request: ResponsesRequest, context: ContextDep, services: ServicesDep) -> Any:
     """Create a response."""
     response_input, chat = await _prepare(context, services, request, f"resp_{uuid.uuid4().hex}")
+    response_input.is_stored = _will_store(services, response_input)
     if request.background:
         return await _create_in_background(context, services, response_input, chat)
     state = await start_chat(context, services, chat)
@@ -95,6 +97,23 @@ async def _prepare(context: RequestContext, services: Services, request: Respons
     if request.truncation == "auto":
         chat = await drop_oldest_turns(services, chat)
     return ResponseInput(request, context.tenant, history, to_stored_items(items, name), conversation, tools=tools.by_function), chat
+
+
+def _will_store(services: Services, response_input: ResponseInput) -> bool:
+    """Whether the response is stored. Raises ApiError 400 for one that must be and is too large."""
+    request, history, items = response_input.request, response_input.history, response_input.items
+    if request.store is False or not services.responses.is_on:
+        return False
+    repeated = _encode((request.instructions, request.tools, request.text, request.metadata))
+    if services.responses.fits(response_input.tenant, bytes(OBJECT_BYTES) + repeated, _encode([*history, *items])):
+        return True
+    if not (request.store or request.background):
+        return False
+    count = f"input has {len(items)} items" + (f" and the conversation before it {len(history)}" if history else "")
+    remedy = "begin a new conversation" if history else "send fewer or shorter items"
+    remedy += "" if request.background else ", or store: false"
+    param = "conversation" if response_input.conversation else "previous_response_id" if history else "input"
+    raise ApiError(400, f"{count}, more than one stored response may hold; {remedy}", param)
 
 
 async def _without_references(

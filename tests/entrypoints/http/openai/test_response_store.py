@@ -208,3 +208,45 @@ def test_a_response_that_finishes_after_its_cancellation_keeps_its_items() -> No
     assert store.is_cancelled("a") and not store.is_cancelled("b")
     store.forget_cancelled("a")
     assert not store.is_cancelled("a")
+
+
+async def test_a_response_that_is_too_large_to_be_stored_says_so() -> None:
+    many = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 1400
+    asked = {"input": many, "truncation": "auto", "max_output_tokens": 1}
+    async with serving() as server:
+        for more in ({"store": True}, {"background": True}, {"background": True, "store": True}):
+            reply = await server.post("/v1/responses", asked | more)
+            error = reply.json()["error"]
+            assert (reply.status, error["param"]) == (400, "input"), reply.body
+            remedy = "send fewer or shorter items" + ("" if "background" in more else ", or store: false")
+            assert error["message"] == f"input has 2800 items, more than one stored response may hold; {remedy}"
+        assert not server.sent, "refused before the start"
+        reply = await server.post("/v1/responses", asked)
+        assert (reply.status, reply.json()["store"]) == (200, False)
+        assert len(server.services.responses) == 0
+        first = (await server.post("/v1/responses", asked | {"input": many[:2600], "store": True})).json()
+        assert first["store"] is True
+        more = {"input": many[:400], "previous_response_id": first["id"], "store": True}
+        error = (await server.post("/v1/responses", asked | more)).json()["error"]
+        assert error["param"] == "previous_response_id"
+        assert error["message"].startswith("input has 400 items and the conversation before it 2601, more than one")
+        assert (await server.post("/v1/responses", asked | more | {"store": None})).json()["store"] is False
+
+
+async def test_log_probabilities_do_not_make_a_response_too_large() -> None:
+    include = ["message.output_text.logprobs"]
+    asked = {"input": "hi", "max_output_tokens": 400, "ignore_eos": True, "include": include, "top_logprobs": 20}
+    async with serving() as server:
+        made = (await server.post("/v1/responses", asked)).json()
+        stored = (await server.request("GET", f"/v1/responses/{made['id']}")).json()
+        assert made["store"] is True
+        assert stored["output"] == made["output"]
+        assert len(stored["output"][0]["content"][0]["logprobs"]) > 306, "107 JSON parts each"
+
+
+async def test_a_response_whose_output_makes_it_too_large_is_not_said_to_be_stored() -> None:
+    asked = {"input": "hi", "max_output_tokens": 400, "ignore_eos": True}
+    async with serving({"server": {"response_store_bytes": 3500}}) as server:
+        made = (await server.post("/v1/responses", asked)).json()
+        assert made["store"] is False
+        assert (await server.request("GET", f"/v1/responses/{made['id']}")).status == 404
