@@ -22,11 +22,10 @@ from frame.entrypoints.http.dialects.ollama_requests import (
     EmbeddingsBody,
     GenerateBody,
     ShowBody,
-    name_option,
     served_name,
 )
 from frame.entrypoints.http.errors import ApiError, ErrorShape
-from frame.entrypoints.http.failures import failure, sent_as
+from frame.entrypoints.http.failures import as_sent, failure, sent_as
 from frame.entrypoints.http.native.pooling import CUT_FIELD, EmbeddingRequest, compute_embeddings, paced, value_array
 from frame.entrypoints.http.native.vector_encoding import encode_vectors
 from frame.entrypoints.http.openai.completions_schema import fill_in_middle
@@ -63,7 +62,7 @@ _encode = msgspec.json.encode
 
 
 def _error_body(error: ApiError) -> bytes:
-    return _encode({"error": name_option(error).message})
+    return _encode({"error": error.message})
 
 
 def _error_line(error: ApiError) -> bytes:
@@ -98,7 +97,10 @@ async def generate(body: GenerateBody, context: ContextDep, services: ServicesDe
     if body.raw or body.suffix:
         completion = body.to_completion_request(name)
         services.check_model(completion.model, context.tenant)
-        params = completion.to_sampling_params()
+        try:
+            params = completion.to_sampling_params()
+        except ApiError as error:
+            raise as_sent(error, completion.sent_name) from None
         if completion.max_tokens is None:  # OpenAI's default is 16, Ollama's the rest of the context
             params = msgspec.structs.replace(params, max_tokens=None)
         prompts: list[Any] = [TextWithMedia(body.prompt, media) if (media := body.media()) else body.prompt]
@@ -212,10 +214,9 @@ def _now() -> str:
 @router.post("/api/embed", responses=responds_with(OllamaEmbeddings))
 async def embed(body: EmbedBody, context: ContextDep, services: ServicesDep) -> Any:
     """Create embeddings, as Ollama."""
-    body.check_options()
-    max_length = None if body.truncate is False else -1
+    options, max_length = body.request_options(), None if body.truncate is False else -1
     request = EmbeddingRequest(
-        model=served_name(body.model, services), input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=max_length
+        model=served_name(body.model, services), input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=max_length, **options
     )
     started = time.perf_counter()
     with sent_as({CUT_FIELD: "truncate: true"}):
@@ -229,8 +230,8 @@ async def embed(body: EmbedBody, context: ContextDep, services: ServicesDep) -> 
 @router.post("/api/embeddings", responses=responds_with(OllamaEmbedding))
 async def embeddings(body: EmbeddingsBody, context: ContextDep, services: ServicesDep) -> Any:
     """Create the embedding of one text, by the older route of Ollama."""
-    body.check_options()
-    request = EmbeddingRequest(model=served_name(body.model, services), input=body.prompt, truncate_prompt_tokens=-1)
+    options = body.request_options()
+    request = EmbeddingRequest(model=served_name(body.model, services), input=body.prompt, truncate_prompt_tokens=-1, **options)
     with sent_as({"the input": "prompt", "input": "prompt"}):
         vectors, _ = await compute_embeddings(context, services, request)
     return {"embedding": vectors[0].tolist()}

@@ -6,19 +6,21 @@ A field that cannot be served raises ApiError 400 with its name. Must not depend
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from frame.core.errors import did_you_mean
 from frame.entrypoints.http.chat.media_parts import from_base64
-from frame.entrypoints.http.chat.request_fields import OLLAMA, check_object, check_string
-from frame.entrypoints.http.chat.thinking_fields import ThinkingFields, check_effort
+from frame.entrypoints.http.chat.request_fields import OLLAMA, ExtensionFields, check_object, check_string
+from frame.entrypoints.http.chat.thinking_fields import check_effort
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.failures import as_sent
 from frame.entrypoints.http.openai.completions_schema import ChatRequest, CompletionRequest
 from frame.entrypoints.http.protocol.fields import Shape
-from frame.entrypoints.http.request_body import RequestBody
+from frame.entrypoints.http.request_body import RequestBody, RequestOptions, SamplingFields
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.http.validation_errors import type_name, validation_error
 from frame.entrypoints.media.media_service import MediaPart
@@ -38,18 +40,41 @@ NEUTRAL = {"mirostat": 0, "mirostat_eta": None, "mirostat_tau": None, "tfs_z": 1
 
 
 class OllamaChat(ChatRequest):
-    """A chat request without OpenAI's bound of the temperature, which Ollama does not have."""
+    """A chat request without OpenAI's bound of the temperature, which Ollama does not have.
+    `sent_options`: field -> the option that it comes from."""
+
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = {**ChatRequest.FIELD_NAMES, "response_format": "format"}
 
     temperature: float | None = None
+    sent_options: dict[str, str] = Field(default_factory=dict)
+
+    def sent_name(self, parameter: str) -> str:
+        return _sent_option(self.sent_options, super().sent_name(parameter))
+
+
+class OllamaPrompt(OllamaChat):
+    """The chat request of a prompt."""
+
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = {**OllamaChat.FIELD_NAMES, "prompt": "prompt", "messages": "prompt"}
 
 
 class OllamaCompletion(CompletionRequest):
     """A completion request, likewise."""
 
     temperature: float | None = None
+    sent_options: dict[str, str] = Field(default_factory=dict)
+
+    def sent_name(self, parameter: str) -> str:
+        sent = super().sent_name(parameter)
+        return "format" if sent == "response_format" else _sent_option(self.sent_options, sent)
 
 
-class Body(ThinkingFields):
+def _sent_option(options: Mapping[str, str], name: str) -> str:
+    """What the client calls the field `name`."""
+    return f"options.{options[name]}" if name in options else name
+
+
+class Body(ExtensionFields):
     """Fields of both kinds of request. `think`: whether to reason, or the effort. `keep_alive` is
     ignored, because the model stays loaded."""
 
@@ -61,19 +86,31 @@ class Body(ThinkingFields):
     keep_alive: str | float | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    # beyond Ollama
-    chat_template_kwargs: dict[str, Any] | None = None
 
-    def common(self, name: str) -> dict[str, Any]:
-        """The fields of a chat or completion request. Raises ApiError."""
+    @model_validator(mode="before")
+    @classmethod
+    def _check_places(cls, value: Any) -> Any:
+        """Raise ApiError 400 for a field of the other APIs that is an option here."""
+        for option, name in OPTIONS.items() if isinstance(value, dict) else ():
+            if name not in cls.model_fields and (sent := value.get(name)) is not None and sent is not False and sent not in ("", []):
+                raise ApiError(400, f"{name} is not a field of this route; send options.{option}", name)
+        return value
+
+    def common(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a chat or completion request: `fields`, the options and the others. Raises
+        ApiError."""
         if self.logprobs or self.top_logprobs:
             raise ApiError(400, "logprobs is not supported here; use /v1/chat/completions", "logprobs")
-        return {"model": name, "stream": self.stream, **self._format(), **_sampling(self.options or {})}
+        sent = {OPTIONS[option]: option for option, value in (self.options or {}).items() if option in OPTIONS and value is not None}
+        for field, value in _sampling(self.options or {}).items():
+            if fields.setdefault(field, value) != value:
+                place = f"options.{sent[field]}"
+                raise ApiError(400, f"{place} and {field} are the same; send one of them", place)
+        return {"model": name, "stream": self.stream, **self._format(), **fields, "sent_options": sent}
 
-    def thinking_fields(self) -> dict[str, Any]:
-        """The fields of a chat request that switch and show reasoning. Raises ApiError 400."""
-        names = (*ThinkingFields.model_fields, "chat_template_kwargs")
-        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
+    def chat_fields(self) -> dict[str, Any]:
+        """The fields of a chat request besides the options, with `think`. Raises ApiError 400."""
+        fields = self.extension_fields()
         if self.think is not None:
             name, value = (
                 ("reasoning_effort", check_effort(self.think, "think")) if isinstance(self.think, str) else ("enable_thinking", self.think)
@@ -101,7 +138,7 @@ class ChatBody(Body):
     def to_chat_request(self, name: str) -> ChatRequest:
         """The chat request of this request. Raises ApiError 400."""
         messages = _messages(self.messages)
-        request: ChatRequest = _validated(OllamaChat, messages=messages, tools=self.tools, **self.thinking_fields(), **self.common(name))
+        request: ChatRequest = _validated(OllamaChat, messages=messages, tools=self.tools, **self.common(name, self.chat_fields()))
         return request
 
 
@@ -121,14 +158,15 @@ class GenerateBody(Body):
         self._check()
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": _with_images(self.prompt, self.media())}]
-        request: ChatRequest = _validated(OllamaChat, messages=messages, **self.thinking_fields(), **self.common(name))
+        request: ChatRequest = _validated(OllamaPrompt, messages=messages, **self.common(name, self.chat_fields()))
         return request
 
     def to_completion_request(self, name: str) -> CompletionRequest:
         """The completion request of a raw prompt, or of one with a suffix. Raises ApiError 400."""
         self._check()
-        fields = {"prompt": self.prompt, "suffix": self.suffix, "add_special_tokens": not self.raw}
-        request: CompletionRequest = _validated(OllamaCompletion, **fields, **self.common(name))
+        own = {"prompt": self.prompt, "suffix": self.suffix, "add_special_tokens": not self.raw}
+        fields = {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
+        request: CompletionRequest = _validated(OllamaCompletion, **own, **self.common(name, fields))
         return request
 
     def media(self) -> list[MediaPart]:
@@ -143,21 +181,23 @@ class GenerateBody(Body):
                 raise ApiError(400, f"{name} is not supported; {remedy}", name)
 
 
-class _VectorBody(RequestBody):
+class _VectorBody(RequestOptions):
     """Fields of both routes of embeddings, which sample nothing. `keep_alive` is ignored."""
 
     model: str
     keep_alive: str | float | None = None
     options: dict[str, Any] | None = None
 
-    def check_options(self) -> None:
-        """Raise ApiError 400 for an option that is wrong or asks for sampling."""
+    def request_options(self) -> dict[str, Any]:
+        """The fields that every request that runs the model has. Raises ApiError 400 for an option
+        that is wrong or asks for sampling."""
         options = self.options or {}
         _sampling(options)
         for name in OPTIONS:
             if options.get(name) is not None:
                 place = f"options.{name}"
                 raise ApiError(400, f"{place} is not an option of this route, which samples nothing; leave it out", place)
+        return {name: getattr(self, name) for name in RequestOptions.model_fields}
 
 
 class EmbedBody(_VectorBody):
@@ -189,15 +229,8 @@ def _validated(kind: Any, **fields: Any) -> Any:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise name_option(validation_error(error.errors(include_url=False), values)) from None
-
-
-def name_option(error: ApiError) -> ApiError:
-    """The error with Ollama's option in place of the chat request's field."""
-    if error.param == "response_format":
-        return error.with_param("format")
-    option = next((option for option, field in OPTIONS.items() if field == error.param), None)
-    return error if option is None else error.with_param(f"options.{option}")
+        api_error = validation_error(error.errors(include_url=False), values)
+        raise as_sent(api_error, partial(_sent_option, fields["sent_options"])) from None
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ CHAT = {"model": "frame-tiny", "messages": [{"role": "user", "content": TEXT}], 
 PLAIN = {"model": "frame-tiny", "prompt": TEXT, "max_tokens": 4}
 NATIVE = {"text": TEXT, "sampling_params": {"max_new_tokens": 4}}
 RESPONSE = {"model": "frame-tiny", "input": TEXT, "max_output_tokens": 16}
+OLLAMA = {"model": "frame-tiny", "stream": False, "options": {"num_predict": 4}}
 BLOCK = {"type": "text", "text": TEXT, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
 SENT: list[tuple[str, dict[str, Any], dict[str, str], str | None, float]] = [
     ("/v1/chat/completions", CHAT | {"prompt_cache_key": "k"}, {}, "k", 300.0),
@@ -30,6 +31,9 @@ SENT: list[tuple[str, dict[str, Any], dict[str, str], str | None, float]] = [
     ("/v1/messages", CHAT | {"cache_control": {"type": "ephemeral"}}, {}, None, 300.0),
     ("/v1/messages", CHAT | {"messages": [{"role": "user", "content": [BLOCK]}]}, {}, None, 3600.0),
     ("/v1/messages", CHAT | {"system": [BLOCK]}, {"x_session_id": "h"}, "h", 3600.0),
+    ("/api/chat", OLLAMA | {"messages": CHAT["messages"], "session_id": "s"}, {}, "s", 300.0),
+    ("/api/generate", OLLAMA | {"prompt": TEXT, "prompt_cache_key": "k", "prompt_cache_retention": "24h"}, {}, "k", 86400.0),
+    ("/api/generate", OLLAMA | {"prompt": TEXT, "raw": True, "session_id": "s"}, {}, "s", 300.0),
 ]
 
 
