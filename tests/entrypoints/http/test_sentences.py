@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from frame.entrypoints.http.dialects import anthropic, cohere_chat_v1
+from frame.entrypoints.http.errors import ApiError
 from tests.entrypoints.inprocess import serving
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -72,7 +76,49 @@ async def test_a_prompt_that_does_not_fit_is_told_in_the_words_that_clients_look
             error = (await server.post(path, body)).json()["error"]
             assert error["code"] == "context_length_exceeded", (path, error)
             assert error["message"].startswith("This model's maximum context length is 512 tokens; the prompt has "), (path, error)
-        for more in ({"messages": [long], "max_tokens": 8}, {**HI, "max_tokens": 600}):
+        for more, words in (
+            ({"messages": [long], "max_tokens": 8}, "prompt is too long"),
+            ({**HI, "max_tokens": 600}, "input length and `max_tokens` exceed context limit"),
+        ):
             reply = await server.post("/v1/messages", {"model": "frame-tiny", **more})
             assert reply.status == 400
-            assert reply.json()["error"]["message"].startswith("prompt is too long: This model's maximum context length is 512 tokens")
+            assert reply.json()["error"]["message"].startswith(f"{words}: This model's maximum context length is 512 tokens")
+
+
+async def test_too_many_messages_are_told_by_the_field_that_has_them() -> None:
+    many, old = [HI["messages"][0]] * 4097, [{"role": "USER", "message": "hi"}]
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        (RESPONSES, {"input": many, "truncation": "auto"}, "input has 4097 entries; it may have 4096"),
+        (f"{RESPONSES}/input_tokens", {"input": many}, "input has 4097 entries; it may have 4096"),
+        ("/v1/messages", {"model": "frame-tiny", "max_tokens": 1, "messages": many}, "messages has 4097 entries; it may have 4096"),
+        ("/v1/messages/count_tokens", {"model": "frame-tiny", "system": "s", "messages": many[1:]},
+         "messages has 4096 entries; it may have 4095"),
+        ("/v1/chat", {"message": "hi", "chat_history": old * 4096}, "chat_history has 4096 entries; it may have 4095"),
+        ("/v1/chat", {"message": "hi", "preamble": "p", "chat_history": old * 4095}, "chat_history has 4095 entries; it may have 4094"),
+        ("/v1/chat", {"message": "hi", "chat_history": old * 10_000, "prompt_truncation": "AUTO"}, "chat_history has 10000 entries;"),
+    ]  # fmt: skip
+    async with serving() as server:
+        for path, body, sentence in cases:
+            reply = await server.post(path, body)
+            assert reply.status == 400, path
+            message = reply.json()["message"] if path == "/v1/chat" else reply.json()["error"]["message"]
+            assert message.startswith(sentence), (path, message)
+
+
+async def test_messages_that_are_too_many_are_not_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any) -> Any:
+        raise AssertionError("a message was converted")
+
+    monkeypatch.setattr(anthropic, "to_content_parts", never)
+    monkeypatch.setattr(cohere_chat_v1, "check_string", never)
+    with pytest.raises(ApiError, match="messages has 10000 entries"):
+        anthropic.CountTokensRequest(model="m", messages=[{"role": "user", "content": "a"}] * 10_000).to_chat_request()
+    with pytest.raises(ApiError, match="chat_history has 10000 entries"):
+        cohere_chat_v1.CohereV1Request(message="a", chat_history=[{"role": "USER", "message": "a"}] * 10_000).to_chat_request()
+
+
+async def test_a_time_limit_is_told_as_it_was_sent() -> None:
+    async with serving() as server:
+        reply = await server.post("/v1/completions", {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "timeout": 0.0001})
+        assert reply.status == 504
+        assert "took longer than its 0.0001 s" in reply.json()["error"]["message"]

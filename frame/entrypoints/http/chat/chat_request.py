@@ -76,8 +76,8 @@ async def render_chat(context: Caller, services: Services, request: ChatRequest)
 async def encode_chat(context: Caller, services: Services, request: ChatRequest) -> list[int]:
     """The token ids of a chat request's prompt. Raises ApiError."""
     services.check_model(request.model, context.tenant)
-    chat = make_chat(services, request)
     try:
+        chat = make_chat(services, request)
         return await encode_prompt(services, chat, maximum=countable_tokens(services), owner=context.tenant)
     except ApiError as error:
         raise as_sent(error, request.sent_name) from None
@@ -102,8 +102,11 @@ async def drop_oldest_turns(services: Services, request: ChatRequest) -> ChatReq
     ApiError.
     """
     messages = request.messages
-    if list_media(make_chat(services, request)):
-        return request
+    try:
+        if list_media(make_chat(services, request)):
+            return request
+    except ApiError as error:
+        raise as_sent(error, request.sent_name) from None
     roles = [message.get("role") for message in messages]
     lead = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
     starts = [lead, *(i for i in range(lead + 1, len(roles)) if roles[i] == "user")]
@@ -128,7 +131,7 @@ async def _prompt_fits(services: Services, request: ChatRequest, room: int) -> b
         return len(await encode_prompt(services, make_chat(services, request), maximum=max(room, 0))) <= room
     except ApiError as error:
         if error.code != "context_length_exceeded":
-            raise
+            raise as_sent(error, request.sent_name) from None
         return False
 
 

@@ -9,11 +9,12 @@ depend on a route or the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from frame.entrypoints.http.chat.thinking_fields import ThinkingFields
 from frame.entrypoints.http.errors import ApiError
+from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
 from frame.entrypoints.http.protocol.fields import Shape
 from frame.entrypoints.http.request_body import SamplingFields
 
@@ -72,6 +73,13 @@ class ExtensionFields(SamplingFields, ThinkingFields):
     def extension_fields(self) -> dict[str, Any]:
         """The extension fields that were sent, by name."""
         return {name: value for name in ExtensionFields.model_fields if (value := getattr(self, name)) is not None}
+
+
+def check_num_messages(messages: Sequence[Any], place: str, others: int = 0) -> None:
+    """Raise ApiError 400 for more messages than a chat may have, before they are converted.
+    others: those that are added to them."""
+    if len(messages) > (maximum := MAX_MESSAGES - others):
+        raise ApiError(400, f"{place} has {len(messages)} entries; it may have {maximum}", place)
 
 
 def check_object(value: Any, place: str) -> dict[str, Any]:

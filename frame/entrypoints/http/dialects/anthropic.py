@@ -17,7 +17,7 @@ from frame.entrypoints.http.chat.block_response import BlockResponse
 from frame.entrypoints.http.chat.chat_request import count_chat, start_chat
 from frame.entrypoints.http.chat.media_parts import check_url, from_base64
 from frame.entrypoints.http.chat.output_parser import BlockEventWriter, ContentBlock
-from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, to_content_parts
+from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_num_messages, check_object, check_string, to_content_parts
 from frame.entrypoints.http.chat.thinking_fields import ThinkingBudget, check_effort
 from frame.entrypoints.http.dialects.anthropic_tools import edit_history, list_hosted, to_chat_tools
 from frame.entrypoints.http.errors import CONTEXT_LENGTH, ApiError, ErrorShape, quoted
@@ -89,6 +89,7 @@ class CountTokensRequest(ExtensionFields):
 
     def to_chat_request(self, **more: Any) -> ChatRequest:
         """The chat request of this request; `more` adds fields. Raises ApiError 400."""
+        check_num_messages(self.messages, "messages", others=bool(self.system))
         fields = {**self.extension_fields(), **more}
         fields.pop("thinking", None)  # below
         fields["cache_control"] = join_controls(self._list_parts(), self.cache_control)
@@ -307,10 +308,14 @@ ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "
                413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
 
 
+PROMPT_TOO_LONG, MAX_TOKENS_TOO_LARGE = "prompt is too long", "input length and `max_tokens` exceed context limit"
+
+
 def _error_body(error: ApiError) -> bytes:
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    # Clients detect the error by these words
-    message = f"prompt is too long: {error.message}" if error.code == CONTEXT_LENGTH else error.message
+    message = error.message
+    if error.code == CONTEXT_LENGTH:  # clients detect the error by these words
+        message = f"{MAX_TOKENS_TOO_LARGE if error.param == 'max_tokens' else PROMPT_TOO_LONG}: {message}"
     return _encode({"type": "error", "error": {"type": kind, "message": message}})
 
 

@@ -14,7 +14,7 @@ from frame.core.messages import Finish
 from frame.entrypoints.engine_client.response_state import RequestState, SequenceState
 from frame.entrypoints.http.chat.chat_request import drop_oldest_turns, start_chat
 from frame.entrypoints.http.chat.output_parser import BlockEventWriter, ContentBlock
-from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_object, check_string, make_function_tool
+from frame.entrypoints.http.chat.request_fields import ExtensionFields, check_num_messages, check_object, check_string, make_function_tool
 from frame.entrypoints.http.dialects.cohere_chat import ERRORS as V2_ERRORS
 from frame.entrypoints.http.dialects.cohere_chat import ChatReply, CohereChat, CohereChatRequest, CohereErrorResponse, CohereTokens
 from frame.entrypoints.http.errors import ApiError, ErrorShape, quoted
@@ -110,6 +110,7 @@ class CohereV1Request(ExtensionFields):
         """The conversation in the shape of `/v2/chat`. Raises ApiError 400."""
         if not self.message and not self.tool_results:
             raise ApiError(400, "message is empty; send a text, or tool_results", "message")
+        check_num_messages(self.chat_history or (), "chat_history", others=bool(self.preamble) + bool(self.message))
         messages = _Messages()
         if self.preamble:
             messages.add("system", self.preamble)

@@ -158,7 +158,7 @@ async def _attempt(work: Awaitable[T], field: str = "lora_path") -> T:
     except AdapterError as error:
         if isinstance(error, AdapterNameError):
             field = "lora_name"
-        elif field == "tensors" and str(error).startswith(CONFIG):
+        elif field == "tensors" and str(error).startswith((CONFIG, "peft_type")):
             field = "config"
         raise ApiError(400, public(str(error)), field) from None
     except (EngineDeadError, TimeoutError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from frame.entrypoints.http.chat.constraints import rename_error_params, resolve_tools
 from frame.entrypoints.http.chat.request_fields import check_object
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
@@ -29,10 +30,16 @@ ROLES = {"system": ("input_text",), "user": ("input_text", "input_image"), "assi
 
 
 class RealtimeChat(ChatRequest):
-    """The chat request of a response."""
+    """The chat request of a response that reads the conversation."""
 
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {"messages": "conversation", "prompt": "conversation", "max_tokens": "max_output_tokens"}
     TOOL_PLACES: ClassVar[Mapping[str, str]] = {".function": ""}
+
+
+class RealtimeInputChat(RealtimeChat):
+    """The chat request of a response with an input of its own."""
+
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = {**RealtimeChat.FIELD_NAMES, "messages": "response.input", "prompt": "response.input"}
 
 
 def check_item(item: Mapping[str, Any], place: str = "item") -> Item:
@@ -74,16 +81,16 @@ def _check_content(item: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
     return content
 
 
-def check_amount(items: Sequence[Item], size: int, max_bytes: int) -> None:
+def check_amount(items: Sequence[Item], size: int, max_bytes: int, place: str = "conversation") -> None:
     """Raise ApiError 400 for more than the body of a chat could have: an input may refer to an item
-    many times. size: bytes of the items."""
+    many times. size: bytes of the items. place: where they are from."""
     num_parts = sum(len(item.get("content", ())) for item in items)
     for count, maximum, what in (
         (len(items), MAX_MESSAGES, "items"), (num_parts, MAX_PARTS, "parts of messages"), (size, max_bytes, "bytes of items"),
     ):  # fmt: skip
         if count > maximum:
             sentence = f"the response would read {count} {what}, and may read {maximum}; send fewer, or delete some"
-            raise ApiError(400, sentence, "conversation")
+            raise ApiError(400, sentence, place)
 
 
 def to_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -132,7 +139,9 @@ def merge(session: SessionFields, response: ResponseFields) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(session, name)) is not None} | explicit
 
 
-def to_chat(settings: Mapping[str, Any], items: Sequence[Mapping[str, Any]], model: str, rid: str) -> RealtimeChat:
+def to_chat(
+    settings: Mapping[str, Any], items: Sequence[Mapping[str, Any]], model: str, rid: str, kind: type[RealtimeChat] = RealtimeChat
+) -> RealtimeChat:
     """The chat request of a response. rid: its name. Raises ApiError 400."""
     instructions = settings.get("instructions")
     limit, reasoning = settings.get("max_output_tokens"), settings.get("reasoning") or {}
@@ -149,7 +158,7 @@ def to_chat(settings: Mapping[str, Any], items: Sequence[Mapping[str, Any]], mod
     }
     if not values["messages"]:
         raise ApiError(400, "the conversation is empty; create an item, or send input or instructions", "conversation")
-    return read_object(RealtimeChat, {name: value for name, value in values.items() if value is not None})
+    return read_object(kind, {name: value for name, value in values.items() if value is not None})
 
 
 def check_generation(fields: GenerationFields, place: str) -> None:
@@ -160,8 +169,9 @@ def check_generation(fields: GenerationFields, place: str) -> None:
     if isinstance(fields.max_output_tokens, int) and fields.max_output_tokens < 1:
         raise ApiError(400, f"{place}max_output_tokens must be 1 or more, or inf", f"{place}max_output_tokens")
     check_names(fields.reasoning or {}, ("effort",), f"{place}reasoning.")
-    for number, tool in enumerate(fields.tools or ()):
-        _to_chat_tool(tool, f"{place}tools[{number}]")
+    tools = [_to_chat_tool(tool, f"{place}tools[{number}]") for number, tool in enumerate(fields.tools or ())]
+    with rename_error_params({".function": "", "tools": f"{place}tools"}):
+        resolve_tools(tools, None, None)
     _to_chat_choice(fields.tool_choice, f"{place}tool_choice")
 
 

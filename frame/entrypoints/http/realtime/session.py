@@ -20,7 +20,16 @@ from frame.entrypoints.http.realtime import schema
 from frame.entrypoints.http.realtime.caller import SessionCaller
 from frame.entrypoints.http.realtime.connection import WebSocketConnection
 from frame.entrypoints.http.realtime.conversation import Conversation
-from frame.entrypoints.http.realtime.items import Item, check_amount, check_generation, check_item, merge, to_chat
+from frame.entrypoints.http.realtime.items import (
+    Item,
+    RealtimeChat,
+    RealtimeInputChat,
+    check_amount,
+    check_generation,
+    check_item,
+    merge,
+    to_chat,
+)
 from frame.entrypoints.http.realtime.open_sessions import MAX_SECONDS
 from frame.entrypoints.http.realtime.responses import TextResponse, describe_error, new_id
 from frame.entrypoints.http.request_context import RequestContext
@@ -202,10 +211,11 @@ class RealtimeSession:
         fields = schema.read_object(schema.ResponseFields, event.response or {}, "response.")
         check_generation(fields, "response.")
         items = self._conversation.list_items() if fields.input is None else self._resolve(fields.input)
-        check_amount(items, sum(map(self._conversation.measure, items)), self._context.max_body)
+        kind, place = (RealtimeChat, "conversation") if fields.input is None else (RealtimeInputChat, "response.input")
+        check_amount(items, sum(map(self._conversation.measure, items)), self._context.max_body, place)
         settings = merge(self._fields, fields)
         response = TextResponse(settings, fields.metadata, None if fields.conversation == "none" else self._conversation)
-        chat = to_chat(settings, items, self._fields.model or "", response.id)
+        chat = to_chat(settings, items, self._fields.model or "", response.id, kind)
         self._response = response
         self._running = asyncio.create_task(self._run_response(response, chat, event.event_id))
 

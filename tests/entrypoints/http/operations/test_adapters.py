@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,15 @@ async def test_an_engines_refusal_is_a_400(tmp_path: Path) -> None:
         reply = await server.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": str(folder)})
         assert (reply.status, "bias is 'all'" in reply.body.decode()) == (400, True)
         assert len((await server.request("GET", "/v1/models")).json()["data"]) == 1
+
+
+async def test_an_uploaded_configuration_that_no_format_reads_is_blamed(tmp_path: Path) -> None:
+    async with serving(on(tmp_path, uploads=True)) as server:
+        content = tensors(b"1")
+        digest = hashlib.sha256(hashlib.sha256(b"{}").digest() + hashlib.sha256(content).digest()).hexdigest()
+        server.orders.refuses[digest] = "peft_type None is read by no adapter format here, which read 'LORA'"
+        reply = await put(server, "x", form(config=b"{}", tensors=content), 400, "peft_type None")
+        assert reply["error"]["param"] == "config"
 
 
 # uploads ------------------------------------------------------------------------------------------
