@@ -395,9 +395,8 @@ class BatchJobRunner:
     async def _run_file(self, batch: BatchJob, outputs: Outputs, done: set[str]) -> None:
         """Run the lines without a result. Raises the error that ends the batch."""
         batch.total = await self._validate(batch)
-        for kind in KINDS:
-            if kind not in outputs:
-                outputs[kind] = await self.files.open_writer(f"{batch.id}_{kind}.jsonl", OUTPUT, batch.tenant)
+        for kind in (each for each in KINDS if each not in outputs):
+            outputs[kind] = await self.files.open_writer(f"{batch.id}_{kind}.jsonl", OUTPUT, batch.tenant)
         batch.in_progress_at = batch.in_progress_at or int(time.time())
         batch.status = "in_progress"
         await self._save(batch)
@@ -432,12 +431,14 @@ class BatchJobRunner:
         errors: list[Exception] = []
         permits = self._lines[batch.tenant]
         with LineReader(self.files.path(batch.input_file_id), self._config.max_requests) as reader:
+            lines = await self._read_block(batch, reader.read_block)  # opens the file, which may be deleted by now
             async with asyncio.TaskGroup() as group:
-                while not errors and (lines := await self._read_block(batch, reader.read_block)) is not None:
+                while not errors and lines is not None:
                     for line in lines:
                         await permits.acquire()
                         task = group.create_task(self._run_line(batch, line, (outputs, done), errors))
                         task.add_done_callback(lambda _: permits.release())
+                    lines = await self._read_block(batch, reader.read_block)
         if errors:
             raise errors[0]
 
@@ -494,7 +495,6 @@ async def _report_progress(batch: BatchJob) -> None:
 
 def _remedy(batch: BatchJob) -> str:
     """What the client of a failed batch does."""
-    done = batch.completed + batch.failed
-    if not done:
+    if not (done := batch.completed + batch.failed):
         return "no request finished; create it again"
     return f"{done} of {batch.total} requests finished and are in its files; send the others in a new batch"

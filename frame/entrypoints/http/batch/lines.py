@@ -65,7 +65,10 @@ class LineReader:
         """The lines that end in the next block, without empty ones. None: the file has ended.
         Raises InvalidInputError, OSError."""
         if self._file is None:
-            self._file = open(self._path, "rb", opener=private)  # noqa: SIM115 - closed by `__exit__`
+            try:
+                self._file = open(self._path, "rb", opener=private)  # noqa: SIM115 - closed by `__exit__`
+            except FileNotFoundError:
+                raise InvalidInputError("its input file has been deleted; upload it again") from None
         block = self._file.read(BLOCK_BYTES)
         if not block and not self._rest:
             return None
