@@ -33,6 +33,8 @@ def read_secret(folder: Path) -> bytes:
             _create(path)
         with path.open("rb") as file:
             status, secret = os.fstat(file.fileno()), file.read(SECRET_BYTES + 1)
+    except FileExistsError as error:
+        raise ConfigurationError(f"the folder of KV cache blocks {folder} is a file; name a folder") from error
     except OSError as error:
         raise ConfigurationError(f"the secret of KV cache blocks {path} cannot be used ({error.strerror}); change folder") from error
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:

@@ -37,5 +37,5 @@ def test_a_secret_that_was_cut_off(tmp_path):
 
 def test_a_folder_that_is_a_file(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match="cannot be used"):
+    with pytest.raises(ConfigurationError, match="the folder of KV cache blocks .* is a file; name a folder"):
         read_secret(tmp_path / "file")
