@@ -178,7 +178,7 @@ class Proxy:
                     if response.status >= FAILED:
                         self._prefill.refuse(routing, place)
             except (LostError, ApiError, httpx.HTTPError, OSError) as error:
-                log.warning("the prefill server %s failed: %s", backend.url, error)
+                log.warning("the prefill server %s failed: %s", backend.url, str(error) or "no answer in time")
                 self._prefill.forget_request(routing, backend)
                 if isinstance(error, TimeoutError):
                     backend.first_bytes.suspend(time.monotonic(), is_silent=True)

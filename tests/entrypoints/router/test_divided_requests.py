@@ -213,7 +213,7 @@ def test_a_prefill_server_that_hangs_is_left() -> None:
     run(main)
 
 
-def test_a_prefill_server_that_answers_health_checks_alone_is_left() -> None:
+def test_a_prefill_server_that_answers_health_checks_alone_is_left(caplog: pytest.LogCaptureFixture) -> None:
     """It gets no requests for a while, and then one at a time until it answers."""
 
     async def main() -> None:
@@ -222,6 +222,7 @@ def test_a_prefill_server_that_answers_health_checks_alone_is_left() -> None:
         async with routed([silent], [decode], prefill_timeout=0.5) as (client, metrics):
             responses = await asyncio.gather(*(client.post(PATH, json=BODY) for _ in range(5)))
             assert {response.status_code for response in responses} == {200} and len(silent.bodies) == 5
+            assert f"the prefill server {silent.url} failed: no answer in time" in caplog.text
             began = time.monotonic()
             assert (await client.post(PATH, json=BODY)).status_code == 200
             assert time.monotonic() - began < 0.4 and len(silent.bodies) == 5
