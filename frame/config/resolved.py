@@ -18,7 +18,7 @@ from frame.core.interfaces.model import ModelConfig, Pooling, Task
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.interfaces.modality import MediaPlan
 
-LOST_WEIGHTS = "the weights {!r} came from a trainer and were lost in a crash; update the weights, or keep them by --keep-updates FOLDER"
+LOST_WEIGHTS = "the weights {!r} came from a trainer and were lost in a restart; update the weights, or keep them by --keep-updates FOLDER"
 
 
 class PluginChoice(BaseModel):

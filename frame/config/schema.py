@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from frame.config.section import Auto, Endpoint, Phases, Section, TypeName, lower, setting
+from frame.config.section import Auto, Endpoint, ModelName, Phases, Section, TypeName, lower, setting
 from frame.config.server_sections import (
     AdaptersSection,
     BatchesSection,
@@ -48,10 +48,12 @@ class ModelSection(Section):
         "Download what model.path, model.tokenizer and speculative.draft_model_path name on a hub, if the cache lacks it.",
         flag="download",
     )
-    served_name: str | None = setting(
+    served_name: Annotated[str | None, ModelName] = setting(
         None, "Name of the model in the API. Default: the folder's name, or ORG/NAME.", flag="served-model-name"
     )
-    served_aliases: tuple[str, ...] = setting((), "Additional names of the model in the API.", flag="served-model-aliases")
+    served_aliases: Annotated[tuple[str, ...], ModelName] = setting(
+        (), "Additional names of the model in the API.", flag="served-model-aliases"
+    )
     tokenizer: str | None = setting(None, "Folder of the tokenizer. Default: the model's folder.", flag="tokenizer")
     skip_tokenizer_init: bool = setting(
         False, "Load no tokenizer; requests and responses contain token ids only.", flag="skip-tokenizer-init"

@@ -98,6 +98,13 @@ def _parse_object(value: Any) -> Any:
         raise ValueError(f"be a JSON object, not {value!r}") from None
 
 
+def _check_name(value: Any) -> Any:
+    names = value if isinstance(value, list | tuple) else [value]
+    if any(isinstance(name, str) and not name.isprintable() for name in names):
+        raise ValueError("printable text")
+    return value
+
+
 def _check_endpoint(value: Any) -> Any:
     if isinstance(value, str) and not _ENDPOINT.fullmatch(value):
         raise ValueError("tcp://*:PORT, tcp://HOST:PORT or ipc://PATH")
@@ -106,6 +113,7 @@ def _check_endpoint(value: Any) -> Any:
 
 _ENDPOINT = re.compile(r"tcp://[^\s/]+:(?!0+$)\d{1,5}|ipc:///\S+")
 Endpoint = BeforeValidator(_check_endpoint)
+ModelName = BeforeValidator(_check_name)  # names of the API, which logs and errors repeat; one or a list
 Counts = BeforeValidator(_parse_counts)
 JsonObject = BeforeValidator(_parse_object)
 PHASES = ("prefill", "decode")

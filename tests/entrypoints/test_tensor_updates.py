@@ -191,7 +191,7 @@ def test_a_missing_tensor_is_named(place: str, engine: Engine, folders: list[Pat
     del tensors[PROJECTION]
     with pytest.raises(WeightUpdateError, match=f"the tensors {PROJECTION} are missing; send them, or cancel"):
         client.update(tensors, "two", bucket_bytes=1 if place == "second" else 1 << 30)
-    with pytest.raises(EngineError, match="the weights 'one' came from a trainer and were lost in a crash; update the weights"):
+    with pytest.raises(EngineError, match="the weights 'one' came from a trainer and were lost in a restart; update the weights"):
         engine.generate(PROMPTS[0], PARAMS)
     with pytest.raises(WeightUpdateError, match="a whole update is needed"):
         client.update(tensors, "two", partial=True)

@@ -99,6 +99,8 @@ def test_types_may_be_spelt_short(tmp_path: Path) -> None:
         ("cache:\n  page_size: true", "x.yaml:2: cache.page_size is true; it must not be true or false"),
         ("cache:\n  page_size: 0", "x.yaml:2: cache.page_size is 0; it should be greater than or equal to 1."),
         ("log:\n  format: tree", "x.yaml:2: log.format is 'tree'; it should be 'text' or 'json'."),
+        ('model:\n  served_name: "a\\nb"', "x.yaml:2: model.served_name is 'a\\nb'; it should be printable text."),
+        ('model:\n  served_aliases: [a, "b\\x00"]', "model.served_aliases is ['a', 'b\\x00']; it should be printable text."),
         ("model:\n  served_name: 12", "x.yaml:2: model.served_name is 12; it should be a valid string."),
         ("log:\n  format: false", "it must not be true or false; it is one of text, json."),
         ("cache:\n  <<: {page_size: 1}", "x.yaml:2: merge keys (<<) are not supported; write the settings out."),

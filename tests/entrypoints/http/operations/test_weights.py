@@ -285,7 +285,7 @@ def test_an_engine_that_is_killed_after_an_update(keeps: bool, folders: list[Pat
             assert generate(server) == new
             return
         refused = server.post("/generate", BODY)
-        assert refused.status_code == 503 and "came from a trainer and were lost in a crash" in refused.json()["error"]["message"]
+        assert refused.status_code == 503 and "came from a trainer and were lost in a restart" in refused.json()["error"]["message"]
         assert server.post("/update_weights_from_disk", {"model_path": str(folders[0])}).status_code == 200
         assert generate(server)[0] == old[0]
         client.update(tensors_of(folders[1]), "again")
