@@ -44,7 +44,7 @@ OPERATOR = "admin"  # the source of replicas that an operator added
 STEP = 0.1  # seconds of a wait that count at most where the router itself is late
 MAX_CHECKS = 3  # without an answer, of a replica
 CHECK_PAUSE = 0.002  # seconds between the beginnings of two checks: many at once delay streams
-MAX_RESTART = 120.0  # seconds in which streams stay with a replica that answers its checks with an error
+MAX_RESTART = 600.0  # seconds in which streams stay with a replica that answers its checks with an error
 
 
 @dataclass(slots=True)
