@@ -5,20 +5,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from frame.models.layers.encoder import Encoder
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from frame.core.interfaces.batch import ForwardBatch
     from frame.core.interfaces.model import ModelContext
 
 
 class RobertaModel(Encoder):
-    """Positions start at the padding id + 1."""
+    """Positions start at the padding id + 1. A padding id within a text has its own as position
+    and is not counted, as in transformers."""
 
     prefix: ClassVar[str] = "roberta."
     head_names: ClassVar[tuple[str, str]] = ("classifier.dense", "classifier.out_proj")
 
     def __init__(self, context: ModelContext, options: BaseModel | None = None) -> None:
         super().__init__(context, options)
-        self.first_position = int(context.model_config.config.get("pad_token_id", 1)) + 1
+        self.padding_id = int(context.model_config.config.get("pad_token_id", 1))
+
+    def find_positions(self, batch: ForwardBatch) -> torch.Tensor:
+        counts = (batch.token_ids != self.padding_id).long()
+        sums = counts.cumsum(0)
+        # Prompts are computed whole, so a token's position tells where its prompt begins.
+        starts = torch.arange(len(sums), device=sums.device) - batch.positions
+        return (sums - (sums - counts)[starts]) * counts + self.padding_id

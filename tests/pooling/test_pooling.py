@@ -122,6 +122,18 @@ def test_an_embedding_model_saved_as_a_body_under_its_language_models_name(tmp_p
     loop.scheduler.check_integrity()
 
 
+def test_padding_ids_within_a_text_of_roberta(tmp_path: Path) -> None:
+    """They have the padding position and are not counted."""
+    folder = as_sentence_folder(make_checkpoint("RobertaModel", tmp_path), "mean")
+    model, each = load_reference(folder), prompts()
+    padding = model.config.pad_token_id
+    for prompt in each[2:]:
+        prompt[len(prompt) // 2] = prompt[-1] = padding
+    each[3][0] = padding
+    for vector, prompt in zip(make_loop(folder).pool(each), each, strict=True):
+        np.testing.assert_allclose(vector, wanted(model, prompt, "mean"), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "RobertaForSequenceClassification", "Qwen3ForSequenceClassification"])
 @pytest.mark.parametrize("labels", [1, 3])
 def test_classes(name: str, labels: int, tmp_path: Path) -> None:

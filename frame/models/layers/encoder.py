@@ -113,7 +113,6 @@ class Encoder(Model, nn.Module):
 
     prefix: ClassVar[str]  # e.g. "bert.": precedes the body's names in checkpoints with a head
     head_names: ClassVar[tuple[str, str]]  # of the classification head's two layers
-    first_position: int = 0
     # heads that the model does not load
     ignored_weights: ClassVar[tuple[str, ...]] = (r"embeddings\.position_ids$", r"(?:pooler|cls|lm_head|classifier)\.")
 
@@ -134,11 +133,15 @@ class Encoder(Model, nn.Module):
         self.head = EncoderHead(context, self.head_names, hidden, model_config.num_labels) if context.task == "classify" else None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        x = self.words(batch.token_ids) + self._types(batch) + self.positions(batch.positions + self.first_position)
+        x = self.words(batch.token_ids) + self._types(batch) + self.positions(self.find_positions(batch))
         x = self.norm(x)
         for layer in self.layers:
             x = layer(x, batch)
         return x
+
+    def find_positions(self, batch: ForwardBatch) -> torch.Tensor:
+        """The rows of the position embeddings, int64 [tokens]."""
+        return batch.positions
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.head is None:
