@@ -228,18 +228,23 @@ async def test_a_late_answer_is_an_answer() -> None:
         assert backend.state == "serving"
 
 
+async def silence(silent: list[SilentReplica], backends: Backends) -> None:
+    """Let the replicas answer checks, and then no more."""
+    for replica in silent:
+        replica.speaks.set()
+    while any(backend.check_time < 0 or backend.failed_checks for backend in backends.all):
+        await asyncio.gather(*(backends.check(backend) for backend in backends.all))
+    for replica in silent:
+        replica.speaks.clear()
+
+
 @pytest.mark.usefixtures("short_silence")
 async def test_when_all_are_silent_the_machine_is_late() -> None:
     """For a while; one of three that is silent is lost. The checks of requests whose connections
     broke at once are one."""
     three = [SilentReplica() for _ in range(3)]
     async with routed(*three) as (_, backends, _):
-        for replica in three:
-            replica.speaks.set()
-        while any(backend.check_time < 0 or backend.failed_checks for backend in backends.all):
-            await asyncio.gather(*(backends.check(backend) for backend in backends.all))
-        for replica in three:
-            replica.speaks.clear()
+        await silence(three, backends)
         for _ in range(4):
             await asyncio.gather(*(backends.check(backend) for backend in backends.all))
         assert {backend.state for backend in backends.all} == {"serving"}

@@ -10,7 +10,7 @@ import pytest
 
 from frame.entrypoints.router import replicas
 from tests.entrypoints.router.fake_replica import FakeReplica, routed
-from tests.entrypoints.router.test_membership import SilentReplica, reach
+from tests.entrypoints.router.test_membership import SilentReplica, reach, silence
 
 STREAM: dict[str, Any] = {"prompt": "x", "stream": True}
 
@@ -89,12 +89,7 @@ async def test_one_that_wakes_first_does_not_make_the_others_lost(monkeypatch: p
     monkeypatch.setattr(replicas, "MIN_SILENCE", 0.25)
     three = [SilentReplica() for _ in range(3)]
     async with routed(*three) as (_, backends, _):
-        for replica in three:
-            replica.speaks.set()
-        while any(backend.check_time < 0 or backend.failed_checks for backend in backends.all):
-            await asyncio.gather(*(backends.check(backend) for backend in backends.all))
-        for replica in three:
-            replica.speaks.clear()
+        await silence(three, backends)
         for _ in range(3):
             await asyncio.gather(*(backends.check(backend) for backend in backends.all))
         pending = [asyncio.create_task(backends.check(backend)) for backend in backends.all]
