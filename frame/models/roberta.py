@@ -30,6 +30,7 @@ class RobertaModel(Encoder):
     def find_positions(self, batch: ForwardBatch) -> torch.Tensor:
         counts = (batch.token_ids != self.padding_id).long()
         sums = counts.cumsum(0)
-        # Prompts are computed whole, so a token's position tells where its prompt begins.
-        starts = torch.arange(len(sums), device=sums.device) - batch.positions
-        return (sums - (sums - counts)[starts]) * counts + self.padding_id
+        ends, places = batch.query_starts[1:-1].contiguous(), torch.arange(len(sums), device=sums.device, dtype=batch.query_starts.dtype)
+        starts = batch.query_starts[torch.searchsorted(ends, places, right=True)].long()
+        before = batch.positions[starts] - (sums - counts)[starts]
+        return (sums + before) * counts + self.padding_id
