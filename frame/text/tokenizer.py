@@ -93,8 +93,11 @@ class Tokenizer:
 
     def lower_case(self) -> None:
         """Lower-case texts before they are encoded, as `do_lower_case` of sentence-transformers
-        asks."""
+        asks. Raises CheckpointError for a tokenizer of the checkpoint's own code."""
         from tokenizers import normalizers
+
+        if not hasattr(self.backend, "normalizer"):
+            raise CheckpointError("do_lower_case in sentence_bert_config.json needs a tokenizer.json; add it, or set it to false")
 
         own = self.backend.normalizer
         self.backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([] if own is None else [own])])

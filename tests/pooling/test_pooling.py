@@ -359,6 +359,9 @@ def test_texts_are_lower_cased_where_the_folder_asks(tmp_path: Path) -> None:
         tokenizer = load_tokenizer(prepared(folder, model={"tokenizer": str(find_model(EMBEDDED))}).resolved)
         assert tokenizer is not None
         assert (tokenizer.encode("One TEXT") == tokenizer.encode("one text")) == lowers
+    tokenizer.backend = object()  # of the checkpoint's own code
+    with pytest.raises(CheckpointError, match="do_lower_case in sentence_bert_config.json needs a tokenizer.json"):
+        tokenizer.lower_case()
 
 
 def test_prompts_that_are_not_pooled_are_refused(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ __all__ = [
 
 Activation = Literal["none", "sigmoid", "softmax"]
 
+
 @dataclass(frozen=True, slots=True)
 class Pooling:
     """How the hidden states of a sequence become one vector."""

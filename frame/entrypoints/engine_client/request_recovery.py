@@ -34,8 +34,8 @@ def build_generate(sequence: SequenceState) -> Generate:
     message = recovery.generate
     if message is None:
         raise RuntimeError(f"{sequence.rid} was never submitted")
-    shortest = min(MIN_DEADLINE, message.deadline or MIN_DEADLINE)  # a client may ask for less, and reads it in the error
-    deadline = max(shortest, round(recovery.expires_at - time.monotonic(), 3))
+    minimum = min(MIN_DEADLINE, message.deadline or MIN_DEADLINE)  # a client may ask for less, and reads it in the error
+    deadline = max(minimum, round(recovery.expires_at - time.monotonic(), 3))
     if not recovery.num_admissions and not recovery.output_ids:
         return msgspec.structs.replace(message, deadline=deadline)
     has_prompt_logprobs = sequence.prompt_logprobs is not None

@@ -75,11 +75,13 @@ class MessageReader:
         size, maximum = len(data), self._bodies.max_values
         self._bodies.take(size, tenant)
         try:
-            if size > INLINE_BYTES:
-                async with self._decoding.hold_slot(tenant):  # one at a time, so that others run between them
-                    message = await asyncio.to_thread(_decode, kind, data, maximum)
+            if size <= INLINE_BYTES:
+                await self._bodies.turns.take_turn(tenant, size)
+                return _decode(kind, data, maximum), size
+            async with self._decoding.hold_slot(tenant):  # one at a time, so that others run between them
+                message = await asyncio.to_thread(_decode, kind, data, maximum)
             await self._bodies.turns.take_turn(tenant, size)  # the caller converts the message
-            return (_decode(kind, data, maximum) if size <= INLINE_BYTES else message), size
+            return message, size
         except BaseException:
             self._bodies.give_back(size, tenant)
             raise

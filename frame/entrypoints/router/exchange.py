@@ -46,7 +46,6 @@ MAX_LOST = 2  # replicas that may be lost while they have the same request, and 
 MAX_LOST_IN_ALL = 4
 LATE_TIME = 10.0  # seconds in which a replica that was silent may answer again
 PAUSE = 0.1  # seconds between two looks
-_LOST = "it does not answer, or is not ready while another one is"
 
 
 class LostError(Exception):
@@ -139,7 +138,7 @@ class Parts:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._backend, self._gone = task, backend, request.gone
-        self._lost = backend.watch_lost(can_leave=can_move)
+        self._lost = backend.watch_lost(can_move=can_move)
         self._is_waiting = self._is_cancelled = False
         for each in (self._lost, self._gone):
             each.add_done_callback(self._interrupt)
@@ -164,7 +163,7 @@ class Parts:
                 self._is_waiting = False
         if self._gone.done():
             raise DisconnectedError
-        raise LostError(_LOST, was_sent=True, is_silent=self._backend.was_silent)
+        raise _lost_error(self._backend)
 
     def close(self) -> None:
         """No part is waited for any more."""
@@ -217,7 +216,7 @@ class Exchange:
     async def wait(self, request: RoutedRequest, backend: Backend, what: Awaitable[T]) -> T:
         """The result, unless the client leaves or the replica is lost before."""
         task: asyncio.Future[T] = asyncio.ensure_future(what)
-        lost = backend.watch_lost(can_leave=is_repeatable(request.method, request.path))
+        lost = backend.watch_lost(can_move=is_repeatable(request.method, request.path))
         waiting: Iterable[asyncio.Future[Any]] = (task, lost, request.gone)
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -226,13 +225,18 @@ class Exchange:
                 backend.heard = time.monotonic()
                 return result
             if lost.done():
-                raise LostError(_LOST, was_sent=True, is_silent=backend.was_silent)
+                raise _lost_error(backend)
             raise DisconnectedError
         finally:
             backend.watchers.pop(lost, None)
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+
+
+def _lost_error(backend: Backend) -> LostError:
+    reason = "it does not answer" if backend.lost.is_set() else "it is not ready"
+    return LostError(reason, was_sent=True, is_silent=backend.was_silent)
 
 
 def kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -87,15 +87,15 @@ class Backend:
             self.events.is_closed = True
         self.events, self.events_source = None, ""
 
-    def watch_lost(self, *, can_leave: bool) -> asyncio.Future[None]:
-        """Ends when the replica is lost; the caller takes it out of `watchers`. can_leave: also
+    def watch_lost(self, *, can_move: bool) -> asyncio.Future[None]:
+        """Ends when the replica is lost; the caller takes it out of `watchers`. can_move: also
         when it only tells that it is not ready, as while its engine restarts, and another replica
         is healthy. A task that waits for the event would cost each part of an answer a turn of the
         loop."""
         watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.lost.is_set():
             watcher.set_result(None)
-        self.watchers[watcher] = can_leave
+        self.watchers[watcher] = can_move
         return watcher
 
     @property
@@ -229,20 +229,20 @@ class Backends:
         """A replica that was chosen for a request has nothing of it."""
         self._chooser.forget_request(request, backend.number)
 
-    def mark_lost(self, backend: Backend, reason: str, *, is_silent: bool = False, answers: bool = False) -> None:
+    def mark_lost(self, backend: Backend, reason: str, *, is_silent: bool = False, is_reachable: bool = False) -> None:
         """The replica gets no requests. `is_silent`: all that is known is that it does not answer.
-        answers: it tells that it is not ready, so its requests may go on there."""
+        is_reachable: it tells that it is not ready, so its requests may go on there."""
         backend.was_silent = is_silent
         backend.close_events()
         if backend.state in ("serving", "draining"):
             log.warning("replica %s is unhealthy: %s", backend.url, reason)
             self._chooser.forget_replica(backend.number)
         backend.state = "lost"
-        if not answers:
+        if not is_reachable:
             backend.lost.set()
         has_other = bool(self.healthy)
-        for watcher, can_leave in backend.watchers.items():
-            if not watcher.done() and (not answers or (can_leave and has_other)):
+        for watcher, can_move in backend.watchers.items():
+            if not watcher.done() and (not is_reachable or (can_move and has_other)):
                 watcher.set_result(None)
 
     async def watch(self) -> None:
@@ -330,8 +330,8 @@ class Backends:
             is_suspect = is_suspect and backend.check_time < 0
         backend.failed_checks += 1
         if is_suspect or backend.failed_checks >= PATIENCE:
-            answers = isinstance(reply, httpx.Response) and time.monotonic() - backend.served_at < MAX_RESTART
-            self.mark_lost(backend, reason, is_silent=reply is None, answers=answers)
+            is_reachable = isinstance(reply, httpx.Response) and time.monotonic() - backend.served_at < MAX_RESTART
+            self.mark_lost(backend, reason, is_silent=reply is None, is_reachable=is_reachable)
 
     async def _wait_reply(self, backend: Backend, patience: float) -> httpx.Response | Exception | None:
         """The answer to a new check, or a late one to an earlier check; None: there is none in

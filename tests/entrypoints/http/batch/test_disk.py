@@ -241,3 +241,18 @@ def outputs_of(folder: Path) -> list[Path]:
     """The data of the files that a batch has begun to write."""
     metadata = [json.loads(path.read_text()) for path in folder.glob("file-*.json")]
     return [folder / f"{each['id']}.jsonl" for each in metadata if each["purpose"] == "batch_output"]
+
+
+async def test_an_input_that_is_deleted_after_its_check_ends_the_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(tmp_path)
+    validate = server.runner._validate
+
+    async def checked(batch: BatchJob) -> int:
+        count = await validate(batch)
+        server.runner.files.path(batch.input_file_id).unlink()
+        return count
+
+    server.runner._validate = checked  # type: ignore[method-assign]
+    batch = await server.over(await server.begin(3))
+    assert (batch.status, server.asked, caplog.text) == ("failed", [], "")
+    assert batch.error == "its input file has been deleted; upload it again; no request finished; create it again"

@@ -273,21 +273,6 @@ async def test_restart_loads_files_and_batches(tmp_path: Path) -> None:
     assert second.runner.files.num_bytes == sum(card.bytes for card in second.runner.files.list_files(""))
 
 
-async def test_an_input_that_is_deleted_after_its_check_ends_the_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    server = Server(tmp_path)
-    validate = server.runner._validate
-
-    async def checked(batch: BatchJob) -> int:
-        count = await validate(batch)
-        server.runner.files.path(batch.input_file_id).unlink()
-        return count
-
-    server.runner._validate = checked  # type: ignore[method-assign]
-    batch = await server.over(await server.begin(3))
-    assert (batch.status, server.asked, caplog.text) == ("failed", [], "")
-    assert batch.error == "its input file has been deleted; upload it again; no request finished; create it again"
-
-
 async def test_only_files_of_the_store_are_deleted(tmp_path: Path) -> None:
     server = Server(tmp_path)
     done = await server.over(await server.begin(1))
