@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
-"""`compile_ahead`: a block in which Triton kernels are compiled in parallel and not launched.
+"""`compile_ahead`: a block in which Triton kernels are compiled in parallel and not launched;
+`report_compilations`: names what a request waits for all the same.
 
 A cold start runs its warm-up steps in such a block first: compiled one after another, the kernels
 of a large model take a minute. Threads suffice, because the passes of Triton and LLVM release the
@@ -9,7 +10,9 @@ Importing this module does not import Triton.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,9 +21,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from frame import kernels
 from frame.core.interfaces.rank_context import Track, track_silently
 
+log = logging.getLogger(__name__)
+
 THREADS = 8  # a fifth of a compilation holds the interpreter's lock
+REPORTED = 0.1  # seconds of a compilation at least; a kernel that is in Triton's cache takes 10 ms
 _OURS = ("frame.kernels.", "frame.attention_backends.triton.")  # what reads their outputs takes zeros
 _EMPTY = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
 
@@ -53,6 +60,8 @@ def compile_ahead(rank: int = 0, ranks: int = 1, track: Track = track_silently) 
     def compile_here(kernel, key, *rest):
         if not is_ahead(kernel):
             return compile_kernel(kernel, key, *rest)
+        # in the order of a warm start: Triton 3.6 names a kernel by which of its helpers have names
+        kernel.cache_key  # noqa: B018
 
         def job():
             code = compile_kernel(kernel, key, *rest)
@@ -82,6 +91,27 @@ def compile_ahead(rank: int = 0, ranks: int = 1, track: Track = track_silently) 
     for each in launches:
         if isinstance(each.compiled, _Code) and each.compiled.exception() is None:
             each.compiled = each.compiled.result()
+
+
+def report_compilations(device: torch.device) -> None:
+    """From now on, log each Triton kernel of frame that this thread compiles. Called at the end of
+    the start, by the thread that runs the steps: requests wait for what it compiles later."""
+    if not kernels.can_use_triton(device):
+        return
+    from triton import knobs
+
+    here, began = threading.get_ident(), [0.0]
+
+    def begin(**_: Any) -> None:
+        if threading.get_ident() == here:
+            began[0] = time.perf_counter()
+
+    def end(*, repr: str, fn: Any, **_: Any) -> None:  # noqa: A002 - Triton passes it by this name
+        seconds = time.perf_counter() - began[0]
+        if threading.get_ident() == here and fn.module.startswith(_OURS) and seconds >= REPORTED:
+            log.warning("requests waited %.1f s while %s was compiled; please report it with your model's config.json", seconds, repr)
+
+    knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = begin, end
 
 
 class _Code(Future[Any]):

@@ -93,6 +93,39 @@ def test_keys_of_extends_are_ordered_by_row() -> None:
     assert plan.key_places.tolist() == [*pages.places[1], *pages.places[2]]
 
 
+@pytest.mark.parametrize("spans", [False, True])
+def test_every_tile_is_compiled_at_the_first_launch(spans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later step waits for no compiler, however many tokens its rows have."""
+    from frame.attention_backends.triton import extend_launch
+    from frame.attention_backends.triton.operands import Operands
+    from frame.attention_backends.triton.tile_sizes import DeviceLimits
+    from frame.core.interfaces.attention import AttentionSpec
+
+    compiled: list[tuple[int, int]] = []
+
+    class Launch:
+        def __init__(self, _: object, example: tuple[object, ...], constants: dict[str, int], *__: object) -> None:
+            compiled.append((constants["MASK"], constants["BLOCK_QUERIES"]))
+
+        def __call__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(extend_launch, "PreparedLaunch", Launch)
+    launcher = extend_launch.ExtendLauncher(torch.device("cpu"), DeviceLimits(processors=2, shared_memory=227 << 10))
+    spec = AttentionSpec(layer=0, num_heads=8, num_kv_heads=2, head_dim=128, v_head_dim=128, scale=1.0, spans=spans)
+    cache = torch.zeros(1024, 2, 128, dtype=torch.bfloat16)
+    cached = Operands(torch.zeros(1, 8, 128, dtype=torch.bfloat16), None, cache, None, cache, page_size=4)
+    counts = []
+    for length in (40, 1, 4, 5, 8, 9, 16, 17, 100):
+        rows = Rows.of([], [(6, length)])
+        batch = forward_batch(rows, lay_out(rows, 4, np.random.default_rng(0)), PlainKVCache(4, []), "cpu")
+        queries, ragged = (torch.zeros(length, heads, 128, dtype=torch.bfloat16) for heads in (8, 2))
+        now = Operands(queries, None, ragged, None, ragged, page_size=0)
+        launcher.run(spec, cached._replace(q1=queries), now, torch.zeros_like(queries), batch, plan_of(rows)[0])
+        counts.append(len(compiled))
+    assert set(counts) == {8 if spans else 4}, "later steps compile"
+    assert len({queries for _, queries in compiled}) == 4
+
+
 @pytest.mark.parametrize(
     ("width", "parts"), [(64, (64, 0)), (192, (128, 64)), (576, (512, 64)), (80, (64, 16)), (24, (24, 0)), (96, (64, 32))]
 )

@@ -105,5 +105,8 @@ def test_nothing_is_compiled_while_requests_are_served(architecture: str, tmp_pa
         loop.generate([[draw.randrange(6, VOCAB) for _ in range(length)]], greedy)
     for count in (1, 2, 3, 7, 20, 33, 64):
         loop.generate(*requests(draw, count, begin))
+    loop.generate([begin], greedy)
+    for length in (1, 2, 4, 8, 16, 17, 31):  # after cached tokens, in steps that are too large for decode graphs
+        loop.generate([begin + [draw.randrange(6, VOCAB) for _ in range(length)] for _ in range(64)], greedy)
     loop.scheduler.check_integrity()
     assert not compiled, "\n".join(compiled)

@@ -167,6 +167,20 @@ def test_the_longest_kernel_is_compiled_first(compiler: FakeCompiler, monkeypatc
     assert compiler.names == ["_silu_mul64", "_fill"]
 
 
+def test_kernels_are_named_in_the_order_of_launches(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a start that finds them in the cache."""
+    monkeypatch.setattr(_fill, "module", "frame.kernels.short")
+    for kernel in (_fill, _silu_mul):
+        monkeypatch.setattr(kernel, "hash", None)
+    with compile_ahead():
+        _fill[(1,)](torch.zeros(64))
+        assert _fill.hash is not None
+        assert _silu_mul.hash is None
+        launch_kernel(64)
+        assert _silu_mul.hash is not None
+        assert not compiler.jobs
+
+
 def test_other_threads_and_the_kernels_of_others_run(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     with compile_ahead():
         other = threading.Thread(target=launch_kernel, args=(64,))
@@ -201,6 +215,28 @@ def test_triton_compiles_in_the_threads(target: SimpleNamespace, tmp_path: Any, 
         _silu_mul.device_caches.clear()
         prepare_kernel(128)  # as another rank, which finds it in the folder
     assert (counts.compiled, counts.loaded) == (1, 1)
+
+
+def test_what_is_compiled_after_the_start_is_named(
+    target: SimpleNamespace, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(CACHE_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(kernels, "can_use_triton", lambda _: True)
+    for name in ("jit_cache_hook", "jit_post_compile_hook"):
+        monkeypatch.setattr(triton.knobs.runtime, name, None)
+    ahead.report_compilations(CPU)
+    monkeypatch.setattr(ahead, "REPORTED", 0.0)
+    other = threading.Thread(target=prepare_kernel, args=(64,))  # requests do not wait for it
+    other.start()
+    other.join()
+    monkeypatch.setattr(_fill, "module", "plugin.kernels")
+    _fill.warmup(torch.float32, grid=(1,))
+    assert not caplog.messages
+    prepare_kernel(128)
+    prepare_kernel(128)
+    (message,) = caplog.messages
+    assert "while _silu_mul[num_warps=4" in message
+    assert "was compiled" in message
 
 
 def make_config(path: Any) -> FrameConfig:

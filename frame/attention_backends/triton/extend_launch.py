@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # query-key pairs of all heads, from which on `expanded_extend` is used where it can: its launch
 # takes the host longer
 _PAIRS = 1 << 27
+_MAX_TILE = 128  # queries of a tile at most
+_KEYS = 5  # where this step's keys and values stand among the kernel's arguments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +125,10 @@ class ExtendLauncher:
         tensors = (*tensors, bits)
         numbers = (*step.numbers, *known[2])
         if step.launch is None:
-            step.launch = self._prepare(variant, step.tile, use_tma, (*tensors, *numbers))
+            self._prepare(variant, ragged if use_tma else None, (*tensors, *numbers))
+            if spec.spans and mask == CAUSAL.value:  # the first image must not wait for a compiler either
+                self._prepare(self._find_variant(spec, cached, ragged, out, SPAN.value), ragged if use_tma else None, (*tensors, *numbers))
+            step.launch = variant.launches[step.tile, use_tma]
         step.launch(step.grid, tensors, numbers)
 
     def _takes_expanded(self, spec: AttentionSpec, ragged: Operands, batch: ForwardBatch, plan: StepPlan) -> bool:
@@ -169,9 +174,7 @@ class ExtendLauncher:
     def _make_step(
         self, variant: ExtendVariant, use_tma: Operands | None, batch: ForwardBatch, plan: StepPlan, key_starts: torch.Tensor | None
     ) -> ExtendStep:
-        tile = choose_extend(
-            variant.group, plan.max_query_len, variant.loaded_widths, variant.itemsize, self._limits.shared_memory, gathers=variant.gathers
-        )
+        tile = self._choose_tile(variant, plan.max_query_len)
         heads = min(variant.group, tile.queries)
         tiles = plan.get_tiles(tile.queries // heads)
         return ExtendStep(
@@ -183,11 +186,27 @@ class ExtendLauncher:
             (tiles.shape[1], plan.num_decodes, batch.page_table.stride(0)),
         )
 
-    def _prepare(self, variant: ExtendVariant, tile: Tile, use_tma: bool, example: tuple[Any, ...]) -> PreparedLaunch:
-        constants = variant.constants | tile.make_constants(variant.group) | {"USE_TMA": use_tma}
-        launch = PreparedLaunch(extend_kernel, example, constants, self._device, tile.warps)
-        variant.launches[tile, use_tma] = launch
-        return launch
+    def _choose_tile(self, variant: ExtendVariant, max_length: int) -> Tile:
+        """The tile for rows of at most `max_length` queries."""
+        return choose_extend(
+            variant.group, max_length, variant.loaded_widths, variant.itemsize, self._limits.shared_memory, gathers=variant.gathers
+        )
+
+    def _prepare(self, variant: ExtendVariant, ragged: Operands | None, example: tuple[Any, ...]) -> None:
+        """Compile a variant for rows of every length, at its first launch in the warm-up: a later
+        step with shorter or longer rows must not wait for a compiler.
+
+        ragged: keys and values that are loaded by TMA, whose descriptors depend on the tile.
+        example: arguments for some tile.
+        """
+        for tile in dict.fromkeys(self._choose_tile(variant, length) for length in range(1, _MAX_TILE + 1)):
+            arguments = example
+            if ragged is not None:
+                boxes = [ragged.k1 if box is None else box for box in ragged.make_descriptors(tile.keys)]
+                arguments = *example[:_KEYS], *boxes, *example[_KEYS + len(boxes) :]
+            constants = variant.constants | tile.make_constants(variant.group) | {"USE_TMA": ragged is not None}
+            launch = PreparedLaunch(extend_kernel, arguments, constants, self._device, tile.warps)
+            variant.launches[tile, ragged is not None] = launch
 
 
 def _get_mask(spec: AttentionSpec, batch: ForwardBatch) -> tuple[int, torch.Tensor]:

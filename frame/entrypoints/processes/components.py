@@ -1,5 +1,4 @@
-"""`Parts` (the loaded plugin classes of a rank), and the objects built from them: build context,
-logits processors and model runner.
+"""`Parts` (the plugin classes of a rank), and what is built of them: build context, model runner.
 
 Used by `processes.build_engine`, which loads the classes. Must not know a plugin by name or the
 registry.
@@ -44,7 +43,7 @@ from frame.forward.recorded_forward import record_decodes
 from frame.forward.torch_compile import Forward, keep_out
 from frame.host.progress import track
 from frame.interfaces.sampler import RowSampler, SamplerContext, SupportsSlots
-from frame.kernels.compile_ahead import compile_ahead
+from frame.kernels.compile_ahead import compile_ahead, report_compilations
 from frame.loading.capacity import activation_bytes, measure, plan_pages, plan_pools
 from frame.loading.loader import Checkpoint, load_model
 from frame.loading.sleep import tag_memory
@@ -296,6 +295,7 @@ def build_runner(plan: RunnerPlan) -> TorchModelRunner:
     phases["warm_up"] = time.perf_counter() - clock
     _capture_graphs(runner, resolved, phases)
     runner.allow_compilation()
+    report_compilations(device)
     if resolved.plan.balances_experts:
         runner.balancer = _build_balancer(resolved, model, context)
     if planned is not None and tp.rank == 0:
