@@ -7,8 +7,10 @@ not know a plugin by name, or pytest.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib
+import inspect
 import logging
 import os
 import signal
@@ -78,7 +80,7 @@ THOROUGH: Mapping[str, str] = MappingProxyType(  # what `Setting.thorough` adds,
 )
 
 
-def find_checks(module: str) -> Iterator[tuple[str, Callable[..., None]]]:
+def find_checks(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The functions `check_…` that a module defines, in their order, by name without the prefix."""
     for name, function in vars(sys.modules[module]).items():
         if name.startswith("check_") and getattr(function, "__module__", "") == module:
@@ -88,6 +90,14 @@ def find_checks(module: str) -> Iterator[tuple[str, Callable[..., None]]]:
 def collect(module: str, *arguments: Any, suffix: str = "") -> Iterator[Check]:
     """The checks of a module, which get these arguments."""
     return (Check(name + suffix, partial(function, *arguments)) for name, function in find_checks(module))
+
+
+def call_check(check: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> None:
+    """Run a check; a coroutine function runs in an event loop of its own, for `seconds` at most."""
+    if inspect.iscoroutinefunction(check):
+        asyncio.run(asyncio.wait_for(check(*arguments), seconds))
+    else:
+        check(*arguments)
 
 
 def find(registry: Registry, selector: str, setting: Setting) -> Subject:

@@ -24,7 +24,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
 from frame.interfaces.http import MAX_REFUSAL, MIN_REFUSAL, HttpContext, HttpExtension, HttpRequest, HttpResponse, RefuseRequest
-from frame.testing.conformance import Check, SkipCheck, Subject, count_elements, find_checks
+from frame.testing.conformance import Check, SkipCheck, Subject, call_check, count_elements, find_checks
 from frame.testing.generators import make_alike
 from frame.testing.serving import http_examples
 from frame.testing.serving.http_middleware import check_app
@@ -102,16 +102,9 @@ def suite(subject: Subject) -> Iterable[Check]:
     yield Check("constructor", lambda: make() and None)
     for names, checks in by_method:
         for check in checks if has(*names) else ():
-            yield Check(check.__name__.removeprefix("check_"), partial(_run, check, make, target))
+            yield Check(check.__name__.removeprefix("check_"), partial(call_check, check, make, target))
     for name, check in find_checks(http_examples.__name__) if has("on_request", "make_routers") else ():
-        yield Check(name, partial(_run, partial(check, requests=example_requests(target), decide=decide), make, target))
-
-
-def _run(check: Callable[..., Any], make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
-    if inspect.iscoroutinefunction(check):
-        asyncio.run(check(make, target))
-    else:
-        check(make, target)
+        yield Check(name, partial(call_check, partial(check, requests=example_requests(target), decide=decide), make, target))
 
 
 # routes -------------------------------------------------------------------------------------------

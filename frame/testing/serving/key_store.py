@@ -26,7 +26,7 @@ from typing import Any
 from frame.core.errors import ConfigurationError
 from frame.host.interpreter import child_environment, python_command
 from frame.interfaces.keys import KeyHolder, KeyStore, KeyStoreCapabilities, KeyStoreContext
-from frame.testing.conformance import Check, SkipCheck, Subject, collect, count_elements, unchanged_process
+from frame.testing.conformance import Check, SkipCheck, Subject, call_check, count_elements, find_checks, unchanged_process
 from frame.testing.serving.http_extension import measure_pause
 
 # key -> it is an operator's. Some are equal in their first 8, 16, 64, 200 and 2,000 characters.
@@ -91,7 +91,7 @@ def suite(subject: Subject) -> Iterator[Check]:
         store: KeyStore = subject.target(context, options)
         return store
 
-    return collect(__name__, make, has_operators)
+    return (Check(name, partial(call_check, check, make, has_operators, seconds=TIMEOUT)) for name, check in find_checks(__name__))
 
 
 def run(work: Any) -> Any:
@@ -116,20 +116,16 @@ async def find_known(store: KeyStore, key: str) -> KeyHolder:
     return holder
 
 
-def check_known_keys_have_holders(make: Make, has_operators: bool) -> None:
+async def check_known_keys_have_holders(make: Make, has_operators: bool) -> None:
     """Each key has a tenant of its own, the same when it is sent again and after a restart."""
-
-    async def work() -> None:
-        first, second = make(), make()
-        tenants = {key: (await find_known(first, key)).tenant for key in KEYS}
-        assert len(set(tenants.values())) == len(KEYS), "two keys have one tenant, so that each sees what is stored for the other"
-        for store in (first, second):
-            for key in reversed([*KEYS]):
-                assert (await find_known(store, key)).tenant == tenants[key], "a key has another tenant when it is sent again"
-        await first.close()
-        await second.close()
-
-    run(work())
+    first, second = make(), make()
+    tenants = {key: (await find_known(first, key)).tenant for key in KEYS}
+    assert len(set(tenants.values())) == len(KEYS), "two keys have one tenant, so that each sees what is stored for the other"
+    for store in (first, second):
+        for key in reversed([*KEYS]):
+            assert (await find_known(store, key)).tenant == tenants[key], "a key has another tenant when it is sent again"
+    await first.close()
+    await second.close()
 
 
 def check_tenants_are_the_same_in_each_process(make: Make, has_operators: bool) -> None:
@@ -158,62 +154,46 @@ def check_tenants_are_the_same_in_each_process(make: Make, has_operators: bool) 
     assert json.loads(done.stdout.splitlines()[-1]) == expected, "a key has another tenant in another process"
 
 
-def check_unknown_keys_have_none(make: Make, has_operators: bool) -> None:
+async def check_unknown_keys_have_none(make: Make, has_operators: bool) -> None:
     """Parts of known keys, keys with a space, in capitals, empty, not text: none opens the server,
     and none is an error."""
-
-    async def work() -> None:
-        store = make()
-        for _ in range(2):
-            for key in NEARLY:
-                holder = await find(store, key)
-                assert holder is None, f"the key {key[:40]!r}, which is none of its place, has the tenant {holder.tenant}"
-            await find_known(store, USERS[0])
-        await store.close()
-
-    run(work())
+    store = make()
+    for _ in range(2):
+        for key in NEARLY:
+            holder = await find(store, key)
+            assert holder is None, f"the key {key[:40]!r}, which is none of its place, has the tenant {holder.tenant}"
+        await find_known(store, USERS[0])
+    await store.close()
 
 
-def check_operators(make: Make, has_operators: bool) -> None:
+async def check_operators(make: Make, has_operators: bool) -> None:
     """Only operators' keys open operators' routes."""
-
-    async def work() -> None:
-        store = make()
-        for key, is_operator in KEYS.items():
-            holder = await find_known(store, key)
-            may = holder.is_operator
-            assert may is (is_operator and has_operators), f"the key {key[:40]!r} {'opens' if may else 'does not open'} operators' routes"
-        await store.close()
-
-    run(work())
+    store = make()
+    for key, is_operator in KEYS.items():
+        holder = await find_known(store, key)
+        may = holder.is_operator
+        assert may is (is_operator and has_operators), f"the key {key[:40]!r} {'opens' if may else 'does not open'} operators' routes"
+    await store.close()
 
 
-def check_tenants_reveal_no_key(make: Make, has_operators: bool) -> None:
+async def check_tenants_reveal_no_key(make: Make, has_operators: bool) -> None:
     """Names of tenants are in logs and metrics."""
-
-    async def work() -> None:
-        store = make()
-        for key in KEYS:
-            tenant = (await find_known(store, key)).tenant
-            part = next((key[at : at + 6] for at in range(len(key) - 5) if key[at : at + 6] in tenant), None)
-            assert part is None, f"the tenant {tenant} has the characters {part!r} of its key"
-        await store.close()
-
-    run(work())
+    store = make()
+    for key in KEYS:
+        tenant = (await find_known(store, key)).tenant
+        part = next((key[at : at + 6] for at in range(len(key) - 5) if key[at : at + 6] in tenant), None)
+        assert part is None, f"the tenant {tenant} has the characters {part!r} of its key"
+    await store.close()
 
 
-def check_keys_are_not_kept(make: Make, has_operators: bool) -> None:
+async def check_keys_are_not_kept(make: Make, has_operators: bool) -> None:
     """The store holds digests: a dump of its memory has no key."""
-
-    async def work() -> None:
-        store = make()
-        for key in KEYS:
-            await find_known(store, key)
-        kept = _find_texts(store, {*KEYS, *(key.encode() for key in KEYS)})
-        assert not kept, f"the store keeps the key {kept!r:.60}; keep a digest"
-        await store.close()
-
-    run(work())
+    store = make()
+    for key in KEYS:
+        await find_known(store, key)
+    kept = _find_texts(store, {*KEYS, *(key.encode() for key in KEYS)})
+    assert not kept, f"the store keeps the key {kept!r:.60}; keep a digest"
+    await store.close()
 
 
 def _find_texts(store: object, texts: set[Any], maximum: int = 20_000) -> Any:
@@ -233,61 +213,49 @@ def _find_texts(store: object, texts: set[Any], maximum: int = 20_000) -> Any:
     return None
 
 
-def check_keys_at_once(make: Make, has_operators: bool) -> None:
+async def check_keys_at_once(make: Make, has_operators: bool) -> None:
     """Two hundred requests with known and unknown keys run at once, and each has its own answer."""
-
-    async def work() -> None:
-        store = make()
-        expected = {key: await find_known(store, key) for key in KEYS}
-        fresh = make()
-        for each in (store, fresh):
-            sent = [(USERS[n % len(USERS)] if n % 3 else f"unknown-{n % 7}") for n in range(200)]
-            results = await asyncio.gather(*(find(each, key) for key in sent))
-            for key, holder in zip(sent, results, strict=True):
-                assert holder == expected.get(key), f"of 200 lookups at once, that of {key[:30]!r} returned {holder}"
-        await store.close()
-        await fresh.close()
-
-    run(work())
+    store = make()
+    expected = {key: await find_known(store, key) for key in KEYS}
+    fresh = make()
+    for each in (store, fresh):
+        sent = [(USERS[n % len(USERS)] if n % 3 else f"unknown-{n % 7}") for n in range(200)]
+        results = await asyncio.gather(*(find(each, key) for key in sent))
+        for key, holder in zip(sent, results, strict=True):
+            assert holder == expected.get(key), f"of 200 lookups at once, that of {key[:30]!r} returned {holder}"
+    await store.close()
+    await fresh.close()
 
 
-def check_clients_that_leave(make: Make, has_operators: bool) -> None:
+async def check_clients_that_leave(make: Make, has_operators: bool) -> None:
     """Lookups that are cancelled end none of others with the same key."""
-
-    async def work() -> None:
-        store = make()
-        for delay in (0.0, 0.001, 0.01):
-            for key in (USERS[0], "unknown"):
-                tasks = [asyncio.create_task(find(store, key)) for _ in range(6)]
-                await asyncio.sleep(delay)
-                for task in tasks[::2]:
-                    task.cancel()
-                results = await asyncio.gather(*tasks, return_exceptions=True)
-                wrong = [each for each in results[1::2] if isinstance(each, BaseException)]
-                assert not wrong, f"a lookup fails when another one with the same key is cancelled: {wrong[0]!r}"
-                assert all((each is not None) is (key == USERS[0]) for each in results[1::2]), "a lookup beside a cancelled one is wrong"
-        await store.close()
-
-    run(work())
+    store = make()
+    for delay in (0.0, 0.001, 0.01):
+        for key in (USERS[0], "unknown"):
+            tasks = [asyncio.create_task(find(store, key)) for _ in range(6)]
+            await asyncio.sleep(delay)
+            for task in tasks[::2]:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            wrong = [each for each in results[1::2] if isinstance(each, BaseException)]
+            assert not wrong, f"a lookup fails when another one with the same key is cancelled: {wrong[0]!r}"
+            assert all((each is not None) is (key == USERS[0]) for each in results[1::2]), "a lookup beside a cancelled one is wrong"
+    await store.close()
 
 
-def check_places_are_apart(make: Make, has_operators: bool) -> None:
+async def check_places_are_apart(make: Make, has_operators: bool) -> None:
     """Two stores in one process know the keys of their own places alone, whichever is asked first;
     a key that is gone after a reload is not accepted."""
-
-    async def work() -> None:
-        first, second = make(), make(OTHER)
-        for _ in range(2):
-            for store, keys, others in ((first, KEYS, OTHER), (second, OTHER, KEYS)):
-                for key in others:
-                    assert await find(store, key) is None, "a store accepts the key of another store's place"
-                for key in keys:
-                    await find_known(store, key)
-        await first.close()
-        await find_known(second, next(iter(OTHER)))
-        await second.close()
-
-    run(work())
+    first, second = make(), make(OTHER)
+    for _ in range(2):
+        for store, keys, others in ((first, KEYS, OTHER), (second, OTHER, KEYS)):
+            for key in others:
+                assert await find(store, key) is None, "a store accepts the key of another store's place"
+            for key in keys:
+                await find_known(store, key)
+    await first.close()
+    await find_known(second, next(iter(OTHER)))
+    await second.close()
 
 
 def check_lookups_do_not_hold_the_event_loop(make: Make, has_operators: bool) -> None:
@@ -314,19 +282,15 @@ def check_lookups_do_not_hold_the_event_loop(make: Make, has_operators: bool) ->
     raise AssertionError(f"a lookup holds the event loop for {min(pauses) * 1000:.0f} ms; await what takes time")
 
 
-def check_a_place_without_keys(make: Make, has_operators: bool) -> None:
+async def check_a_place_without_keys(make: Make, has_operators: bool) -> None:
     """It refuses all keys, or cannot be used."""
-
-    async def work() -> None:
-        try:
-            store = make({})
-        except ConfigurationError:
-            return
-        for key in (b"", b"any", USERS[0].encode()):
-            assert await find(store, key) is None, f"a store without keys accepts {key!r:.40}"
-        await store.close()
-
-    run(work())
+    try:
+        store = make({})
+    except ConfigurationError:
+        return
+    for key in (b"", b"any", USERS[0].encode()):
+        assert await find(store, key) is None, f"a store without keys accepts {key!r:.40}"
+    await store.close()
 
 
 def check_broken_places_are_refused(make: Make, has_operators: bool) -> None:
@@ -363,33 +327,29 @@ def check_lookups_are_fast(make: Make, has_operators: bool) -> None:
     assert pauses[1] < max(MAX_LOOKUP, 10 * pauses[0]), f"among 10,000 keys, a lookup holds the event loop for {pauses[1] * 1e3:.1f} ms"
 
 
-def check_memory_is_bounded(make: Make, has_operators: bool) -> None:
+async def check_memory_is_bounded(make: Make, has_operators: bool) -> None:
     """Of clients that try one key after the other, a store remembers no more than a bound."""
-
-    async def work() -> None:
-        store, sizes = make(), []
-        await find_known(store, USERS[0])
-        for number in range(0, NUM_UNKNOWN, 50):
-            results = await asyncio.gather(*(find(store, f"attempt-{number + n}") for n in range(50)))
-            assert not any(results), "an unknown key has a holder"
-            if number + 50 in (NUM_UNKNOWN // 2, NUM_UNKNOWN):
-                sizes.append(count_elements(store))
-        await store.close()
-        assert sizes[1] <= 1.1 * sizes[0] + 100, (
-            f"it holds {sizes[0]} objects after {NUM_UNKNOWN // 2} unknown keys, and {sizes[1]} after {NUM_UNKNOWN}"
-        )
-
-    run(work())
+    store, sizes = make(), []
+    await find_known(store, USERS[0])
+    for number in range(0, NUM_UNKNOWN, 50):
+        results = await asyncio.gather(*(find(store, f"attempt-{number + n}") for n in range(50)))
+        assert not any(results), "an unknown key has a holder"
+        if number + 50 in (NUM_UNKNOWN // 2, NUM_UNKNOWN):
+            sizes.append(count_elements(store))
+    await store.close()
+    assert sizes[1] <= 1.1 * sizes[0] + 100, (
+        f"it holds {sizes[0]} objects after {NUM_UNKNOWN // 2} unknown keys, and {sizes[1]} after {NUM_UNKNOWN}"
+    )
 
 
-def check_number_of_tenants(make: Make, has_operators: bool) -> None:
+async def check_number_of_tenants(make: Make, has_operators: bool) -> None:
     """The server's places are divided by it."""
     store = make()
     count = store.count_tenants()
     assert isinstance(count, int) and not isinstance(count, bool) and count >= 2, (
         f"count_tenants() is {count!r} for a place with {len(KEYS)} keys; with less than 2, one tenant may take all places of the server"
     )
-    run(store.close())
+    await store.close()
 
 
 def check_process_and_close(make: Make, has_operators: bool) -> None:
