@@ -28,7 +28,6 @@ from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, Context
 from frame.entrypoints.http.protocol.fields import Shape
 from frame.entrypoints.http.protocol.sessions import join_controls
 from frame.entrypoints.http.request_body import Metadata
-from frame.entrypoints.http.request_starter import stream_response, wait_complete
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
 from frame.entrypoints.media.media_service import MediaPart
@@ -338,12 +337,7 @@ async def messages(request: MessagesRequest, context: ContextDep, services: Serv
     chat = request.to_chat_request()
     context.ignored += request.ignored_parts()
     state = await start_chat(context, services, chat, "msg_")
-    response = MessageResponse(services, chat, state)
-    if not request.stream:
-        await wait_complete(state)
-        return response.build_message()
-    await stream_response(context, services, state, response.write_events, lambda: b"")
-    return None
+    return await MessageResponse(services, chat, state).send(context, request.stream)
 
 
 @router.post("/v1/messages/count_tokens", responses=responds_with(MessageTokenCount))
@@ -361,14 +355,11 @@ class MessageResponse(BlockResponse):
         super().__init__(services, request, state)
         self._model = services.response_model(request.model)
 
-    def build_message(self) -> dict[str, Any]:
-        """The message of a finished sequence. Raises ApiError 503 if it was aborted."""
-        blocks, finish = self._read_blocks()
-        content = [_content(block) for block in blocks]
+    def _build(self, finish: Finish | None) -> dict[str, Any]:
+        content = [_content(block) for block in self._blocks.blocks]
         return {**self._head(content), **self._stop(finish), "usage": self._usage(self._sequence.num_tokens)}
 
     def write_events(self, sequence: SequenceState) -> bytes:
-        """The events of the new output."""
         finish = sequence.finish
         if finish is not None and finish.reason in ("error", "abort"):
             return _error_event(failure(finish, sequence.request.sent_name) if finish.reason == "error" else aborted())

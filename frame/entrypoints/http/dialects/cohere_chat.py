@@ -20,7 +20,6 @@ from frame.entrypoints.http.failures import aborted, failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.protocol.fields import Shape
-from frame.entrypoints.http.request_starter import stream_response, wait_complete
 from frame.entrypoints.http.response_types import array, declare
 from frame.entrypoints.http.services import Services
 
@@ -178,12 +177,7 @@ async def chat(request: CohereChatRequest, context: ContextDep, services: Servic
     """Create a chat completion, as Cohere."""
     chat_request = request.to_chat_request()
     state = await start_chat(context, services, chat_request)
-    response = ChatReply(services, chat_request, state)
-    if not request.stream:
-        await wait_complete(state)
-        return response.build_reply()
-    await stream_response(context, services, state, response.write_events, lambda: b"")
-    return None
+    return await ChatReply(services, chat_request, state).send(context, request.stream)
 
 
 class ChatReply(BlockResponse):
@@ -193,9 +187,8 @@ class ChatReply(BlockResponse):
         super().__init__(services, request, state)
         self._writer = EventWriter()
 
-    def build_reply(self) -> dict[str, Any]:
-        """The response of a finished sequence. Raises ApiError 503 if it was aborted."""
-        blocks, finish = self._read_blocks()
+    def _build(self, finish: Finish | None) -> dict[str, Any]:
+        blocks = self._blocks.blocks
         message: dict[str, Any] = {"role": "assistant"}
         if content := [{"type": KINDS[each.kind], KINDS[each.kind]: each.text} for each in blocks if each.kind != "call"]:
             message["content"] = content
@@ -204,7 +197,6 @@ class ChatReply(BlockResponse):
         return {"id": self._name, "message": message, **self._end(finish)}
 
     def write_events(self, sequence: SequenceState) -> bytes:
-        """The events of the new output."""
         finish = sequence.finish
         if finish is not None and finish.reason in ("error", "abort"):
             return _error_event(failure(finish, sequence.request.sent_name) if finish.reason == "error" else aborted())

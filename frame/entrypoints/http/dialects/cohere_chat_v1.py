@@ -22,7 +22,6 @@ from frame.entrypoints.http.failures import aborted, failure
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, responds_with
 from frame.entrypoints.http.protocol.fields import Shape
-from frame.entrypoints.http.request_starter import stream_response, wait_complete
 from frame.entrypoints.http.response_types import Version, array, declare
 from frame.entrypoints.http.services import Services
 
@@ -276,28 +275,18 @@ async def chat(request: CohereV1Request, context: ContextDep, services: Services
     if request.prompt_truncation in ("AUTO", "AUTO_PRESERVE_ORDER"):
         chat_request = await drop_oldest_turns(services, chat_request)
     state = await start_chat(context, services, chat_request)
-    response = V1ChatReply(services, chat_request, state, request)
-    if not request.stream:
-        await wait_complete(state)
-        return response.build_reply()
-    await stream_response(context, services, state, response.write_events, lambda: b"", LINES.encode())
-    return None
+    return await V1ChatReply(services, chat_request, state, request).send(context, request.stream)
 
 
 class V1ChatReply(ChatReply):
     """A response, whole or as lines. Reasoning is not part of the first version."""
 
+    media_type = LINES.encode()
+
     def __init__(self, services: Services, request: ChatRequest, state: RequestState, sent: CohereV1Request) -> None:
         super().__init__(services, request, state)
         self._sent = sent
         self._lines = _LineWriter()
-
-    def build_reply(self) -> dict[str, Any]:
-        self._blocks.read(self._sequence, self._parser, BlockEventWriter())
-        finish = self._sequence.finish
-        if finish is not None and finish.reason == "abort":
-            raise aborted()
-        return self._build(finish)
 
     def write_events(self, sequence: SequenceState) -> bytes:
         finish = sequence.finish
