@@ -75,11 +75,7 @@ class HeadedCalls(Machine):
         """State: drop the text between the arguments and the closing mark. Another opening mark
         closes too."""
         if self.close is not None:
-            mark = self.drop_until(self.close, self.opening)
-            if mark is None:
-                return False
-            if mark == self.close:
-                self.take_held(len(mark))
+            return self.end_call(self.close, self.opening)
         self.follows_call = True
         return self.set_state(self.start)
 

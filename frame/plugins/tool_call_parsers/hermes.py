@@ -30,11 +30,7 @@ class Hermes(ObjectCalls):
 
     def _tail(self) -> bool:
         """State: drop the text before the closing tag."""
-        if self.drop_until(CLOSE) is None:
-            return False
-        self.take_held(len(CLOSE))
-        self.follows_call = True
-        return self.set_state(self.start)
+        return self.end_call(CLOSE)
 
     def end(self) -> None:
         if self.read != self._tail:

@@ -113,6 +113,17 @@ class Machine(ToolCallParser):
         self.take_held(len(self.held) - held_back(self.held, *marks) if nearest is None else nearest[0])
         return None if nearest is None else nearest[1]
 
+    def end_call(self, close: str, *openings: str) -> bool:
+        """State after a call: drop the text up to `close`, and that mark, or to the first of the
+        openings, which stays held."""
+        mark = self.drop_until(close, *openings)
+        if mark is None:
+            return False
+        if mark == close:
+            self.take_held(len(mark))
+        self.follows_call = True
+        return self.set_state(self.start)
+
     def strip_held(self, characters: str | None = None) -> bool:
         """Drop leading whitespace (or `characters`). Returns whether text is left."""
         self.take_held(len(self.held) - len(self.held.lstrip(characters)))

@@ -105,13 +105,7 @@ class Qwen3Coder(Machine):
         """State: drop the text up to the closing tag or the next function."""
         if self.held.startswith(FUNCTION_END):
             self.take_held(len(FUNCTION_END))
-        mark = self.drop_until(CLOSE, OPEN, FUNCTION)
-        if mark is None:
-            return False
-        if mark == CLOSE:
-            self.take_held(len(mark))
-        self.follows_call = True
-        return self.set_state(self.start)
+        return self.end_call(CLOSE, OPEN, FUNCTION)
 
     def end(self) -> None:
         if self.read in (self.start, self._header):
