@@ -236,11 +236,6 @@ class EngineClient:
         """Sequences running, waiting or reserved."""
         return self._outstanding.count
 
-    @property
-    def weight_version(self) -> str:
-        """The name of the weights that the engine serves."""
-        return self.commands.weight_version
-
     # commands -------------------------------------------------------------------------------------
 
     def watch_weights(self, call: Callable[[str | None, str], None]) -> None:

@@ -30,7 +30,7 @@ class EngineCommands:
         self.is_paused = False
         self.released: list[str] = []  # tags of the memory that is released while the engine sleeps
         self.lacks_weights = False  # they were dropped, and no update has come
-        self.weight_version = "default"
+        self.weight_version = "default"  # the name of the weights that the engine serves
         self.on_weights: Callable[[str | None, str], None] | None = None  # gets the folder, if any, and the version that is served now
         self.lost_weights: str | None = None  # why the engine holds its requests until the next update; None: it does not
         self._is_kept = True  # a restarted engine loads the weights that were served

@@ -231,10 +231,6 @@ class ReplicaClient:
         return None if not reasons or None in reasons else reasons[0]
 
     @property
-    def weight_version(self) -> str:
-        return self._first.weight_version
-
-    @property
     def commands(self) -> EngineCommands:
         """Those of the first client, for what all replicas have in common."""
         return self._first.commands

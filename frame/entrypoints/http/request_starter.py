@@ -201,7 +201,7 @@ def _prepare_transfer(services: Services, params: TransferParams | None, state: 
     if params is not None and (params.do_remote_decode or params.do_remote_prefill):
         from frame.entrypoints.engine_client.transfer_handles import prepare_transfer
 
-        mode, version = services.resolved.user.disaggregation.mode, services.client.weight_version
+        mode, version = services.resolved.user.disaggregation.mode, services.client.commands.weight_version
         minimum = max(services.resolved.page_size, services.resolved.user.cache.min_load_tokens)
         page_size = services.resolved.page_size
         prepare_transfer(mode, params.model_dump(), state, namespace, version=version, page_size=page_size, min_tokens=minimum)
@@ -221,7 +221,7 @@ async def _restore(services: Services, state: RequestState, handoff: Handoff, se
     Raises ApiError."""
     from frame.entrypoints.http.protocol.continuation import restore_state
 
-    await restore_state(state, handoff, lambda: services.client.weight_version, services.resolved.model.vocab_size)
+    await restore_state(state, handoff, lambda: services.client.commands.weight_version, services.resolved.model.vocab_size)
     return max(MIN_DEADLINE, seconds - handoff.age)
 
 

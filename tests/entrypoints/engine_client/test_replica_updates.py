@@ -110,7 +110,7 @@ async def test_an_update_has_three_phases() -> None:
     assert reply.ok and reply.data["num_preempted"] == 6
     assert [each.phases for each in everyone] == [["check", "load", "commit"]] * 3
     assert await end(everyone) == ["new"] * 3
-    assert client.weight_version == "new"
+    assert client.commands.weight_version == "new"
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "after the update"])

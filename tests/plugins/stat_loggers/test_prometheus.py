@@ -42,7 +42,7 @@ def services() -> Any:
     groups = [{"group": "window_128", "used_pages": 3, "total_pages": 8, "evictable_pages": 2}]
     load = msgspec.structs.replace(load, groups=groups)
     resolved = SimpleNamespace(model=SimpleNamespace(architecture="A"), device="cpu", dtype="float32", page_size=16)
-    client = SimpleNamespace(stats=stats, load=load, num_outstanding=3, weight_version="default")
+    client = SimpleNamespace(stats=stats, load=load, num_outstanding=3, commands=SimpleNamespace(weight_version="default"))
     watch = ResourceMonitor(UsageLimits(), lambda sentence: None, lambda pid: Usage(memory=5 * 10**8, threads=9, files=20))
     watch.check_process("engine", 1, device_memory=10**9)
     watch.check_process("main", 2)

@@ -80,7 +80,7 @@ async def model_info(services: ServicesDep) -> Any:
         "served_model_name": resolved.served_name,
         "is_generation": resolved.task == "generate",
         "preferred_sampling_params": None,
-        "weight_version": services.client.weight_version,
+        "weight_version": services.client.commands.weight_version,
         "has_image_understanding": "image" in services.modalities,
         "has_audio_understanding": "audio" in services.modalities,
         "model_type": resolved.model.config.get("model_type", ""),

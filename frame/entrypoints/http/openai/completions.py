@@ -154,7 +154,7 @@ class Response(ABC):
         from frame.entrypoints.engine_client.transfer_handles import describe_transfer
 
         names = {"remote_engine_id": self.services.fingerprint, "remote_host": section.host, "remote_port": section.port}
-        handle = describe_transfer(self.state, {**names, "weight_version": self.services.client.weight_version})
+        handle = describe_transfer(self.state, {**names, "weight_version": self.services.client.commands.weight_version})
         return fields if handle is None else {**fields, "kv_transfer_params": handle}
 
     def metadata(self, sequence: SequenceState) -> dict[str, Any]:

@@ -138,7 +138,7 @@ async def update_weights_from_disk(request: UpdateFromDiskRequest, services: Ser
 @version_router.post("/get_weight_version", responses=responds_with(WeightVersion))
 async def get_weight_version(services: ServicesDep) -> Any:
     """The version of the weights that the server serves."""
-    return {"weight_version": services.client.weight_version}
+    return {"weight_version": services.client.commands.weight_version}
 
 
 @own_router.post("/abort_request", dependencies=[SMALL_BODY], responses=responds_with(AbortResult))

@@ -136,7 +136,7 @@ class ServerMetrics:
         )  # fmt: skip
         responses = [((route, str(status)), count) for (route, status), count in self._responses.items()]
         yield Metric("http_responses", "Responses, by route and status.", responses, ("route", "status"), is_counter=True)
-        yield Metric("weights_info", "1; the version of the weights.", [((client.weight_version,), 1)], ("weight_version",))
+        yield Metric("weights_info", "1; the version of the weights.", [((client.commands.weight_version,), 1)], ("weight_version",))
         yield from self._read_start()
         yield from self._read_adapters()
         yield from self._read_media()
