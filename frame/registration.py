@@ -1,5 +1,5 @@
 """What a manifest uses to register plugins: the marker `hookimpl`, `KindRegistry`, the argument of
-its hooks, and `PluginOptions`.
+its hooks, `PluginOptions`, and `count_interpreter` for capabilities.
 
 `frame.plugins` makes the argument, calls the hooks and keeps the records. Must not know a plugin.
 """
@@ -7,8 +7,10 @@ its hooks, and `PluginOptions`.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
@@ -117,6 +119,14 @@ class KindRegistry:
                 problems=(*list_unmet(tuple(requires), self.assumed), *_absent(modules)),  # `Registry.commit` adds others
             )
         )
+
+
+def count_interpreter(requirements: Any, **changes: Any) -> Any:
+    """The requirements as Triton kernels meet them: a CPU under TRITON_INTERPRET=1, which is slow
+    and meant for tests, counts as a GPU. changes: to further requirements there."""
+    if requirements.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return replace(requirements, device="cuda", compute_capability=None, **changes)
+    return requirements
 
 
 def list_unmet(requires: tuple[str, ...], assumed: frozenset[str] = frozenset()) -> tuple[Reason, ...]:

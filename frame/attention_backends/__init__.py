@@ -5,7 +5,6 @@ Imports no torch and no kernel; a backend's module is imported when it is select
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 from pydantic import Field
@@ -14,7 +13,7 @@ from frame.attention_backends.libraries import FA3, FLASHINFER, FLASHMLA, TRTLLM
 from frame.attention_backends.measured import MEASURED
 from frame.core.interfaces.attention import AttentionCapabilities, AttentionRequirements
 from frame.core.interfaces.plugin import Reason
-from frame.registration import KindRegistry, PluginOptions, hookimpl
+from frame.registration import KindRegistry, PluginOptions, count_interpreter, hookimpl
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +47,10 @@ FLEX_ATTENTION = replace(
 
 @dataclass(frozen=True, slots=True)
 class KernelCapabilities(AttentionCapabilities):
-    """Capabilities of Triton kernels, which run on a GPU; on a CPU they run only under
-    TRITON_INTERPRET=1, which is slow and meant for tests."""
+    """Capabilities of Triton kernels, which run on a GPU or in Triton's interpreter."""
 
     def unsupported(self, requirements: AttentionRequirements) -> list[Reason]:
-        if requirements.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-            requirements = replace(requirements, device="cuda", compute_capability=None)
-        return AttentionCapabilities.unsupported(self, requirements)
+        return AttentionCapabilities.unsupported(self, count_interpreter(requirements))
 
 
 TRITON = KernelCapabilities(

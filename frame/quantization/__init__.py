@@ -6,9 +6,8 @@ Each record names its target as "module:Class"; the registry imports it when it 
 
 from __future__ import annotations
 
-import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -16,7 +15,7 @@ from pydantic import AfterValidator, Field
 from frame.core.interfaces.gemm_kernel import GemmCapabilities, GemmRequirements, Speed
 from frame.core.interfaces.plugin import Reason
 from frame.core.interfaces.weight_format import FormatCapabilities
-from frame.registration import KindRegistry, PluginOptions, hookimpl
+from frame.registration import KindRegistry, PluginOptions, count_interpreter, hookimpl
 
 _LOW = ("bfloat16", "float16")
 
@@ -113,13 +112,10 @@ def register_weight_formats(registry: KindRegistry) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TritonCapabilities(GemmCapabilities):
-    """Capabilities of Triton kernels: a GPU, or a CPU under TRITON_INTERPRET=1, which is slow and
-    meant for tests."""
+    """Capabilities of Triton kernels, which run on a GPU or in Triton's interpreter."""
 
     def unsupported(self, requirements: GemmRequirements) -> list[Reason]:
-        if requirements.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-            requirements = replace(requirements, device="cuda", compute_capability=None, dtype="bfloat16")
-        return GemmCapabilities.unsupported(self, requirements)
+        return GemmCapabilities.unsupported(self, count_interpreter(requirements, dtype="bfloat16"))
 
 
 @dataclass(frozen=True, slots=True)

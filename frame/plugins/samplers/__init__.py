@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from frame.core.interfaces.plugin import Reason
 from frame.interfaces.sampler import SamplerCapabilities, SamplerRequirements
-from frame.registration import KindRegistry, hookimpl
+from frame.registration import KindRegistry, count_interpreter, hookimpl
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCapabilities(SamplerCapabilities):
-    """Capabilities of Triton kernels: a GPU, or a CPU under TRITON_INTERPRET=1, which is slow and
-    meant for tests."""
+    """Capabilities of Triton kernels, which run on a GPU or in Triton's interpreter."""
 
     def unsupported(self, requirements: SamplerRequirements) -> list[Reason]:
-        if requirements.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-            requirements = replace(requirements, device="cuda", compute_capability=None)
-        return SamplerCapabilities.unsupported(self, requirements)
+        return SamplerCapabilities.unsupported(self, count_interpreter(requirements))
 
 
 @hookimpl
