@@ -50,6 +50,17 @@ def die_with_parent(parent: int) -> None:
         raise SystemExit(EXIT_ORPHANED)
 
 
+def open_replies(parent: int) -> int:
+    """Make this process a child of `parent` that replies through its standard output. -> the
+    descriptor of the replies; the output of libraries goes to the log."""
+    die_with_parent(parent)
+    for number in PARENTS_SIGNALS:  # the terminal sends them to the whole process group
+        signal.signal(number, signal.SIG_IGN)
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    return replies
+
+
 def is_stopped(pid: int) -> bool:
     """Whether the operating system keeps a process of this host stopped (SIGSTOP)."""
     import psutil  # takes as long as the other imports of an early process together

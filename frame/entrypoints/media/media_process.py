@@ -28,7 +28,7 @@ from frame.core.blame import describe
 from frame.core.errors import ConfigurationError
 from frame.core.interfaces.media import FeatureArray
 from frame.entrypoints.processes.grammar_process import MemoryLimit, read_message, write_message
-from frame.host.child_process import PARENTS_SIGNALS, die_with_parent
+from frame.host.child_process import die_with_parent, open_replies
 from frame.interfaces.modality import MediaError, MediaLayout, MediaLimits, Modality, ModalityCapabilities, ModalityContext
 from frame.media.files import remove_unfinished, write_features
 from frame.plugins.registry import Registry
@@ -152,11 +152,7 @@ def main(load: Callable[[Resolved, Registry], Mapping[str, Modality]] = load_mod
     """Give messages to a child until standard input closes, and its responses back."""
     from frame.plugins.loader import load_configured
 
-    die_with_parent(int(sys.argv[1]))
-    for number in PARENTS_SIGNALS:  # the terminal sends them to the whole process group
-        signal.signal(number, signal.SIG_IGN)
-    replies = os.dup(1)
-    os.dup2(2, 1)  # output of libraries goes to the log
+    replies = open_replies(int(sys.argv[1]))
     if (message := read_message(0)) is None:
         return
     setup = _read_request(message)

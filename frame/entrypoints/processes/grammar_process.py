@@ -40,7 +40,7 @@ from frame.config.resolved import Resolved
 from frame.core.blame import describe
 from frame.core.interfaces.sampling import CompiledGrammar, GrammarBackend, GrammarContext
 from frame.entrypoints.processes.resource_monitor import read_usage
-from frame.host.child_process import PARENTS_SIGNALS, die_with_parent
+from frame.host.child_process import open_replies
 from frame.host.descriptors import wait_readable
 from frame.host.interpreter import child_environment, python_command
 from frame.plugins.registry import Registry
@@ -300,12 +300,8 @@ def main(load: Callable[..., GrammarBackend] = load_backend) -> None:
     it."""
     from frame.plugins.loader import load_configured
 
-    die_with_parent(int(sys.argv[1]))  # during a compilation the process does not read its input, so it would not notice the engine's end
-    for number in PARENTS_SIGNALS:  # the terminal sends them to the whole process group
-        signal.signal(number, signal.SIG_IGN)
+    replies = open_replies(int(sys.argv[1]))  # a compilation does not read the input, so it would not notice the engine's end
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    replies = os.dup(1)
-    os.dup2(2, 1)  # output of libraries goes to the log
     os.nice(NICENESS)
     if (config := read_message(0)) is None:
         return
@@ -427,11 +423,7 @@ def serve_calls(load: Callable[[Setup], GrammarBackend] = load_configured_backen
     from frame.structured_output.served_calls import JumpSettings, ServedCalls
 
     parent, calls_in, replies_out, memory = map(int, sys.argv[1:])
-    die_with_parent(parent)
-    for number in PARENTS_SIGNALS:  # the terminal sends them to the whole process group
-        signal.signal(number, signal.SIG_IGN)
-    replies = os.dup(1)
-    os.dup2(2, 1)  # output of libraries goes to the log
+    replies = open_replies(parent)
     if (first := read_message(0)) is None:
         return
     setup = msgspec.msgpack.decode(first, type=Setup)
