@@ -189,13 +189,30 @@ def _class(ranges: tuple[tuple[int, int], ...]) -> str:
     return "[" + "".join(f"\\x{{{low:X}}}-\\x{{{high:X}}}" for low, high in ranges) + "]"
 
 
-class _Reader:
-    """Recursive descent; `at`: index of the next character."""
+class SourceReader:
+    """Recursive descent; `at` is the next character's place."""
 
     def __init__(self, source: str) -> None:
-        self._source = source
         self.at = 0
+        self._source = source
 
+    def _next(self) -> str:
+        if self.at >= len(self._source):
+            raise UnsupportedSyntaxError("it ends too early")
+        self.at += 1
+        return self._source[self.at - 1]
+
+    def _take(self, text: str) -> bool:
+        is_next = self._source.startswith(text, self.at)
+        self.at += len(text) * is_next
+        return is_next
+
+    def _expect(self, text: str) -> None:
+        if not self._take(text):
+            raise UnsupportedSyntaxError(f"{text!r} is missing at {self.at}")
+
+
+class _Reader(SourceReader):
     def rules(self) -> dict[str, Expression]:
         rules: dict[str, Expression] = {}
         self._space()
@@ -242,8 +259,7 @@ class _Reader:
             return self._class()
         if self._take("("):
             node = self._choice(depth + 1)
-            if not self._take(")"):
-                raise UnsupportedSyntaxError(f"')' is missing at {self.at}")
+            self._expect(")")
             return node
         name = self._name()
         if not name:
@@ -308,14 +324,3 @@ class _Reader:
                 self.at += 1
             else:
                 return
-
-    def _next(self) -> str:
-        if self.at >= len(self._source):
-            raise UnsupportedSyntaxError("it ends too early")
-        self.at += 1
-        return self._source[self.at - 1]
-
-    def _take(self, text: str) -> bool:
-        is_next = self._source.startswith(text, self.at)
-        self.at += len(text) * is_next
-        return is_next

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from frame.plugins.grammar_backends.ebnf import SURROGATES, Ranges, UnsupportedSyntaxError, complement
+from frame.plugins.grammar_backends.ebnf import SURROGATES, Ranges, SourceReader, UnsupportedSyntaxError, complement
 from frame.plugins.grammar_backends.states.regular import Language, Node
 
 MAX_COUNT = 1_000_000
@@ -77,14 +77,11 @@ def characters(language: Language, ranges: Ranges) -> Node:
     return language.alt(bytes_of)
 
 
-class _Reader:
-    """Recursive descent; `at` is the next character's place."""
-
+class _Reader(SourceReader):
     def __init__(self, language: Language, pattern: str, character: Character) -> None:
-        self.at = 0
+        super().__init__(pattern)
         self._character = character
         self._language = language
-        self._pattern = pattern
 
     def alternatives(self, depth: int) -> Node:
         if depth > MAX_DEPTH:
@@ -97,11 +94,11 @@ class _Reader:
         return self._language.alt(choices)
 
     def _is_anchored(self) -> bool:
-        return self._pattern.startswith("^") or self._pattern.endswith("$")
+        return self._source.startswith("^") or self._source.endswith("$")
 
     def _sequence(self, depth: int) -> Node:
         parts: list[Node] = []
-        while self.at < len(self._pattern) and self._pattern[self.at] not in "|)":
+        while self.at < len(self._source) and self._source[self.at] not in "|)":
             parts.append(self._quantified(self._atom(depth)))
         node = self._language.empty
         for part in reversed(parts):
@@ -123,20 +120,20 @@ class _Reader:
         if char == "\\":
             escaped = self._escape()
             return self._character(self._language, escaped if isinstance(escaped, list) else [(escaped, escaped)])
-        if (char == "^" and self.at == 1) or (char == "$" and self.at == len(self._pattern)):
+        if (char == "^" and self.at == 1) or (char == "$" and self.at == len(self._source)):
             return self._language.empty
         if char in "*+?{}]^$":
             raise UnsupportedSyntaxError(f"{char!r} at {self.at - 1}")
         return self._character(self._language, [(ord(char), ord(char))])
 
     def _quantified(self, node: Node) -> Node:
-        char = self._pattern[self.at : self.at + 1]
+        char = self._source[self.at : self.at + 1]
         if char not in ("*", "+", "?", "{"):
             return node
         self.at += 1
         minimum, maximum = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(char) or self._counts()
         self._take("?")  # lazy quantifiers match the same texts
-        if self._pattern[self.at : self.at + 1] in ("*", "+", "?", "{"):
+        if self._source[self.at : self.at + 1] in ("*", "+", "?", "{"):
             raise UnsupportedSyntaxError(f"a quantifier of a quantifier at {self.at}")
         return self._language.repeat(node, minimum, maximum)
 
@@ -144,7 +141,7 @@ class _Reader:
         minimum = self._number()
         maximum: int | None = minimum
         if self._take(","):
-            maximum = None if self._pattern[self.at : self.at + 1] == "}" else self._number()
+            maximum = None if self._source[self.at : self.at + 1] == "}" else self._number()
         self._expect("}")
         if maximum is not None and maximum < minimum:
             raise UnsupportedSyntaxError("counts in the wrong order")
@@ -152,9 +149,9 @@ class _Reader:
 
     def _number(self) -> int:
         start = self.at
-        while self._pattern[self.at : self.at + 1] in tuple("0123456789"):
+        while self._source[self.at : self.at + 1] in tuple("0123456789"):
             self.at += 1
-        digits = self._pattern[start : self.at]
+        digits = self._source[start : self.at]
         if not digits or len(digits) > 7 or int(digits) > MAX_COUNT:
             raise UnsupportedSyntaxError(f"no count at {start}")
         return int(digits)
@@ -168,7 +165,7 @@ class _Reader:
                 ranges += low
                 continue
             high: int | Ranges = low
-            if self._pattern[self.at : self.at + 1] == "-" and self._pattern[self.at + 1 : self.at + 2] != "]":
+            if self._source[self.at : self.at + 1] == "-" and self._source[self.at + 1 : self.at + 2] != "]":
                 self.at += 1
                 high = self._class_member()
             if isinstance(high, list) or high < low:
@@ -183,7 +180,7 @@ class _Reader:
         char = self._next()
         if char == "\\":
             return self._escape()
-        if char == "[" or self._pattern[self.at - 1 : self.at + 1] in ("&&", "--", "~~"):  # set operations of some dialects
+        if char == "[" or self._source[self.at - 1 : self.at + 1] in ("&&", "--", "~~"):  # set operations of some dialects
             raise UnsupportedSyntaxError(f"{char!r} in a class")
         return ord(char)
 
@@ -196,28 +193,13 @@ class _Reader:
         if char in PUNCTUATION:
             return ord(char)
         if char in ("x", "u"):
-            digits = self._pattern[self.at : self.at + (2 if char == "x" else 4)]
+            digits = self._source[self.at : self.at + (2 if char == "x" else 4)]
             self.at += len(digits)
             if len(digits) == (2 if char == "x" else 4) and all(digit in "0123456789abcdefABCDEF" for digit in digits):
                 code = int(digits, 16)
                 if not SURROGATES[0] <= code <= SURROGATES[1]:
                     return code
         raise UnsupportedSyntaxError(f"the escape \\{char}")
-
-    def _next(self) -> str:
-        if self.at >= len(self._pattern):
-            raise UnsupportedSyntaxError("it ends too early")
-        self.at += 1
-        return self._pattern[self.at - 1]
-
-    def _take(self, char: str) -> bool:
-        is_taken = self._pattern[self.at : self.at + 1] == char
-        self.at += is_taken
-        return is_taken
-
-    def _expect(self, char: str) -> None:
-        if not self._take(char):
-            raise UnsupportedSyntaxError(f"{char!r} is missing at {self.at}")
 
 
 def _sequences(low: int, high: int) -> list[list[tuple[int, int]]]:
