@@ -27,6 +27,23 @@ keep_metadata()
 gc.disable()  # till the tests are collected: what imports make stays alive, and was traversed for a fifth of their time
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model for servers whose text does not matter."""
+    from frame.testing.checkpoints import make_checkpoint
+
+    return make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("checkpoints") / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two versions of a checkpoint, for updates of weights."""
+    from frame.testing.checkpoints import make_checkpoint
+
+    folder = tmp_path_factory.mktemp("versions")
+    return [make_checkpoint("Qwen3ForCausalLM", folder / f"v{seed}", seed) for seed in range(2)]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave cases of products to `make test-full`. Files with slow tests run first: none of these

@@ -63,14 +63,6 @@ def litellm(_no_network: None) -> Any:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model for servers whose text does not matter."""
-    from frame.testing.checkpoints import make_checkpoint
-
-    return make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("checkpoints") / "tiny-llama")
-
-
-@pytest.fixture(scope="session")
 def clients_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("clients")
     template = folder / "template.jinja"

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from frame.testing.checkpoints import make_checkpoint
 from tests.entrypoints.serving import RunningServer, free_port, wait_until
 
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--threads", "1", "--max-model-len", "512", "--weight-transfer", "group")
@@ -100,12 +99,6 @@ class _OnHost:
 
     def to(self, device: str) -> torch.Tensor:
         return self._tensor
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("versions")
-    return [make_checkpoint("Qwen3ForCausalLM", folder / f"v{seed}", seed) for seed in range(2)]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""One tiny checkpoint and one server each of the real and the fake kind, for all tests of
+"""One server each of the real and the fake kind, for all tests of
 entrypoints."""
 
 from __future__ import annotations
@@ -9,22 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.entrypoints.serving import RunningServer
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from frame.testing.checkpoints import make_checkpoint
-
-    return make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("checkpoints") / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two versions of a checkpoint, for updates of weights."""
-    from frame.testing.checkpoints import make_checkpoint
-
-    folder = tmp_path_factory.mktemp("versions")
-    return [make_checkpoint("Qwen3ForCausalLM", folder / f"v{seed}", seed) for seed in range(2)]
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from frame import Engine, SamplingParams
 from frame.rl.weight_client import WeightClient
-from frame.testing.checkpoints import make_checkpoint
 from tests.entrypoints.serving import RunningServer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -33,12 +32,6 @@ for number in range(3):
     tensors = {name: tensor.to(sys.argv[4]) for name, tensor in load_file(sys.argv[2] + "/model.safetensors").items()}
     client.update(tensors, f"step-{number}", bucket_bytes=100_000)
 """
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("versions")
-    return [make_checkpoint("Qwen3ForCausalLM", folder / f"v{seed}", seed) for seed in range(2)]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from frame.interfaces.weight_transfer import WeightTransfer, WeightTransferConte
 from frame.loading import tensor_update
 from frame.loading.loader import UpdatedModel, process_weights_after_loading
 from frame.loading.tensor_update import TensorUpdates, find_sharded, find_unit
-from frame.testing.checkpoints import make_checkpoint
 from tests.models.harness import open_session
 from tests.models.test_reloading import logits_of
 
@@ -72,12 +71,6 @@ class Rig:
         specs = tuple(TensorSpec(name, str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in tensors.items())
         part = TransferPart(specs)
         assert [self.order(action, part=part) for action in ("check", "receive", "load")] == [""] * 3
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("versions")
-    return [make_checkpoint("Qwen3ForCausalLM", folder / f"v{seed}", seed) for seed in range(2)]
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
