@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from frame.testing.checkpoints import LOADING, save_tokenizer, set_weights
+from frame.testing.modality.folders import MINICPM_NAMES, OMNI_NAMES
 from tests.models.fallback_families import FALLBACK_FAMILIES
 from tests.models.media_family import (
     _CLIP,
@@ -22,7 +23,6 @@ from tests.models.media_family import (
     _IM,
     _LLAMA4,
     _MOE,
-    _OMNI_NAMES,
     _ONEVISION_FILM,
     _ONEVISION_PICTURES,
     _QWEN3_TOWER,
@@ -309,17 +309,12 @@ FAMILIES: dict[str, Family] = {  # by architecture, and a form of it after a hyp
 }  # fmt: skip
 
 
-_MINICPM_NAMES = {
-    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "image_start_token": "<image>", "image_end_token": "</image>",
-    "slice_start_token": "<slice>", "slice_end_token": "</slice>", "image_id_start_token": "<image_id>",
-    "image_id_end_token": "</image_id>",
-}  # fmt: skip
 FAMILIES["MiniCPMV4_6ForConditionalGeneration"] = Family(
     "minicpmv4_6",
     {"model_type": "qwen3_5_text", **_DELTA, **_rope(2, 1, 1, interleaved=True, partial_rotary_factor=0.25)},
     {"vision_config": {**_TOWER, "image_size": 56, "patch_size": 14}},
     {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
-    ("<|endoftext|>", "<|im_end|>", "<|pad|>", "<|im_start|>", *_MINICPM_NAMES.values()),
+    ("<|endoftext|>", "<|im_end|>", "<|pad|>", "<|im_start|>", *MINICPM_NAMES.values()),
     _IM,
     {"image": "<|image_pad|>"},
     {"processor_class": "MiniCPMV4_6Processor"},
@@ -329,7 +324,7 @@ FAMILIES["MiniCPMV4_6ForConditionalGeneration"] = Family(
         )
     },
     {"insert_layer_id": 0},
-    _MINICPM_NAMES,
+    MINICPM_NAMES,
 )
 _VISUAL = _qwen(
     "qwen3_omni_moe_thinker",
@@ -354,7 +349,7 @@ FAMILIES["Qwen3OmniMoeThinkerForConditionalGeneration"] = replace(
         for name, contents in _VISUAL.files.items()
     },
     config={"position_id_per_seconds": 13},
-    named=_OMNI_NAMES,
+    named=OMNI_NAMES,
 )  # fmt: skip
 
 

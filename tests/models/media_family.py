@@ -26,10 +26,6 @@ _DELTA = {
     "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     "layer_types": ["linear_attention", "full_attention", "full_attention"],
 }  # fmt: skip
-_OMNI_NAMES = {
-    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "audio_token": "<|audio_pad|>", "vision_bos_token": "<|vision_start|>",
-    "vision_eos_token": "<|vision_end|>", "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>",
-}  # fmt: skip
 _LLAMA4 = {
     "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "attention_chunk_size": 12, "no_rope_layers": [1, 0, 1],
     "moe_layers": [1], "floor_scale": 8,

@@ -170,7 +170,7 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-_MINICPM_NAMES = {
+MINICPM_NAMES = {
     "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "image_start_token": "<image>", "image_end_token": "</image>",
     "slice_start_token": "<slice>", "slice_end_token": "</slice>", "image_id_start_token": "<image_id>",
     "image_id_end_token": "</image_id>",
@@ -180,11 +180,11 @@ FAMILIES["minicpmv4_6"] = Family(
     {"model_type": "minicpmv4_6", "image_token_id": "<|image_pad|>", "vision_config": {"patch_size": 14}},
     {"image_processor_type": "MiniCPMV4_6ImageProcessor", "patch_size": 14, "scale_resolution": 112, "max_slice_nums": 6, **_HALF},
     {"processor_class": "MiniCPMV4_6Processor"},
-    tuple(_MINICPM_NAMES.values()),
-    named=_MINICPM_NAMES,
+    tuple(MINICPM_NAMES.values()),
+    named=MINICPM_NAMES,
 )
 _VISUAL = _qwen("Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe_thinker", "Qwen3OmniMoeProcessor", 16)
-_OMNI_NAMES = {
+OMNI_NAMES = {
     "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "audio_token": "<|audio_pad|>", "vision_bos_token": "<|vision_start|>",
     "vision_eos_token": "<|vision_end|>", "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>",
 }  # fmt: skip
@@ -193,8 +193,8 @@ FAMILIES["qwen3_omni"] = _VISUAL._replace(
             "vision_config": {**_VISUAL.config["vision_config"], "tokens_per_second": 2},  # which nothing reads
             "audio_config": {"num_mel_bins": 128, "n_window": 50}},
     images={**FAMILIES["qwen2_audio"].images, **_VISUAL.images},
-    tokens=tuple(_OMNI_NAMES.values()),
-    named=_OMNI_NAMES,
+    tokens=tuple(OMNI_NAMES.values()),
+    named=OMNI_NAMES,
     videos=None,
 )  # fmt: skip
 
