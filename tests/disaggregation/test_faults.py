@@ -19,6 +19,7 @@ import pytest
 
 from tests.disaggregation.servers import Deployment, DividingRouter, ask, deploy, make_body, wait_empty
 from tests.entrypoints.serving import RunningServer, list_children, wait_until
+from tests.kv_tiers.faulty_tiers import FaultFile
 
 pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.soak
@@ -32,17 +33,7 @@ class Run:
     """The servers, and the numbers of bodies that were not sent yet."""
 
     def __init__(self, servers: Deployment, fault: Path) -> None:
-        self.servers, self._fault, self._next = servers, fault, 10_000
-
-    def set_fault(self, name: str) -> None:
-        new = self._fault.with_suffix(".new")
-        new.write_text(f"{name} {SLOW}", encoding="utf-8")
-        new.replace(self._fault)
-
-    @property
-    def num_faults(self) -> int:
-        counts = self._fault.with_suffix(".count")
-        return counts.stat().st_size if counts.exists() else 0
+        self.servers, self.fault, self._next = servers, FaultFile(fault, SLOW), 10_000
 
     def ask_all(self, strike: Callable[[], None] = lambda: None, causes: tuple[str, ...] = ()) -> tuple[int, float]:
         """Ask with new prompts. strike: called while they are answered. -> answers that are clean
@@ -92,15 +83,15 @@ def list_processes(server: RunningServer) -> list[psutil.Process]:
 @pytest.mark.parametrize("name", ["wire_flip", "slow"])
 def test_the_wire_fails(run: Run, name: str) -> None:
     _, undisturbed = run.ask_all()
-    before, waited = run.num_faults, 0.0
-    run.set_fault(name)
+    before, waited = run.fault.count_faults(), 0.0
+    run.fault.set_fault(name)
     for _ in range(NUM_ROUNDS):
         failed, seconds = run.ask_all()
         assert not failed, "the decode server computes"
         waited = max(waited, seconds)
-    run.set_fault("")
-    print(f"{name}: {run.num_faults - before} faults, slowest {waited:.2f} s, undisturbed {undisturbed:.2f} s")
-    assert run.num_faults - before >= NUM_ROUNDS
+    run.fault.set_fault("")
+    print(f"{name}: {run.fault.count_faults() - before} faults, slowest {waited:.2f} s, undisturbed {undisturbed:.2f} s")
+    assert run.fault.count_faults() - before >= NUM_ROUNDS
     assert waited <= 3 * undisturbed + 2.0  # the machine is not even
     run.check_left()
 

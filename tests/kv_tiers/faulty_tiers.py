@@ -1,5 +1,5 @@
 """Tiers that fail as a file says: its first word is the fault, its second one the seconds that a
-slow load takes. Used by the servers of the fault runs."""
+slow load takes. Used by the servers of the fault runs, and `FaultFile` by the runs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,23 @@ from frame.plugins.kv_tiers.threaded_tier import BlockError
 VARIABLE = "FAULT_FILE"  # of the environment
 LOADS = ("load", "short", "disk_flip", "slow")
 CODES = {"store": errno.EIO, "full": errno.ENOSPC, "read_only": errno.EROFS}
+
+
+class FaultFile:
+    """The file, as a run writes it."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self._path, self._seconds = path, seconds
+
+    def set_fault(self, name: str) -> None:
+        new = self._path.with_suffix(".new")
+        new.write_text(f"{name} {self._seconds}", encoding="utf-8")
+        new.replace(self._path)
+
+    def count_faults(self) -> int:
+        """Blocks that have failed."""
+        counts = self._path.with_suffix(".count")
+        return counts.stat().st_size if counts.exists() else 0
 
 
 def read_fault() -> tuple[str, float]:

@@ -23,6 +23,7 @@ from tests.disaggregation.servers import ask
 from tests.entrypoints.chaos.storm import restarts
 from tests.entrypoints.serving import RunningServer, wait_until
 from tests.kv_tiers import faulty_plugin
+from tests.kv_tiers.faulty_tiers import FaultFile
 
 pytestmark = pytest.mark.soak
 NUM_FAULTS = int(os.environ.get("NUM_FAULTS", "50"))
@@ -55,20 +56,9 @@ class Rig:
     """A server, the file that says how its tiers fail, and the answers of an undisturbed server."""
 
     def __init__(self, server: RunningServer, fault: Path, folder: Path, expected: list[Any]) -> None:
-        self.server, self._fault, self.folder, self.expected = server, fault, folder, expected
+        self.server, self.fault, self.folder, self.expected = server, FaultFile(fault, SLOW), folder, expected
         self.lock = threading.Lock()
         self.patience = 60.0
-
-    def set_fault(self, name: str) -> None:
-        new = self._fault.with_suffix(".new")
-        new.write_text(f"{name} {SLOW}", encoding="utf-8")
-        new.replace(self._fault)
-
-    @property
-    def num_faults(self) -> int:
-        """Blocks that have failed."""
-        counts = self._fault.with_suffix(".count")
-        return counts.stat().st_size if counts.exists() else 0
 
     def ask_all(self, first: int = 0) -> tuple[list[Any], float]:
         """The answers to half of the bodies at once, and the seconds of the slowest."""
@@ -140,20 +130,20 @@ def copy_foreign(folder: Path) -> int:
 
 @pytest.mark.parametrize("name", TIER_FAULTS)
 def test_a_tier_fails(rig: Rig, name: str) -> None:
-    waited, number, before, foreign = 0.0, 0, rig.num_faults, 0
-    while number < 4 or rig.num_faults - before + foreign < NUM_FAULTS:
+    waited, number, before, foreign = 0.0, 0, rig.fault.count_faults(), 0
+    while number < 4 or rig.fault.count_faults() - before + foreign < NUM_FAULTS:
         first = 0 if name == "host_flip" else STREAMS * (number % 2)  # the tier `host` holds half of the prompts
         if name == "other_model":
             foreign += copy_foreign(rig.folder)
         else:
-            rig.set_fault(name)
+            rig.fault.set_fault(name)
         results, seconds = rig.ask_all(first)
         rig.check(results, first)
         waited, number = max(waited, seconds), number + 1
         assert number < NUM_FAULTS, "the tier does not fail"
-    rig.set_fault("")
+    rig.fault.set_fault("")
     print(
-        f"{name}: {rig.num_faults - before + foreign} faults, slowest {waited:.2f} of {rig.patience:.2f} s",
+        f"{name}: {rig.fault.count_faults() - before + foreign} faults, slowest {waited:.2f} of {rig.patience:.2f} s",
         rig.server.get("/server_info")["tiers"],
     )
     results, undisturbed = rig.ask_all()
@@ -166,7 +156,7 @@ def test_requests_are_aborted_in_each_phase(rig: Rig) -> None:
     chance = random.Random(0)
     descriptors = rig.count_descriptors()
     for number in range(NUM_KILLS):
-        rig.set_fault("slow" if number % 3 == 0 else "")
+        rig.fault.set_fault("slow" if number % 3 == 0 else "")
 
         def leave(body: dict[str, Any]) -> None:
             with contextlib.suppress(httpx.TimeoutException), httpx.Client(timeout=chance.choice((0.01, 0.05, 0.2, 1.0))) as client:
@@ -174,7 +164,7 @@ def test_requests_are_aborted_in_each_phase(rig: Rig) -> None:
 
         with ThreadPoolExecutor(STREAMS) as pool:
             list(pool.map(leave, BODIES[:STREAMS]))
-        rig.set_fault("")
+        rig.fault.set_fault("")
         first = STREAMS * (number % 2)
         rig.check(rig.ask_all(first)[0], first)
     rig.check_left()

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 import frame_ray
 import pytest
 
 from frame.host.installation import install_command
 from frame.plugins.loader import load_registry
+from tests.metadata import hide_distribution
 
 
 def test_the_record_names_the_command_that_installs_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.metadata.version
-
-    def version(name: str) -> str:
-        if name == "ray":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return found(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    hide_distribution(monkeypatch, "ray")
     part = load_registry(installed=False).kind("launcher", "frame_ray")
     frame_ray.register_launchers(part)
     (record,) = part.added

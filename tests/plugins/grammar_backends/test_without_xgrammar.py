@@ -3,7 +3,6 @@ grammars; the error of a backend asked for by name says how to get it."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import tomllib
 
@@ -14,20 +13,14 @@ from frame import Engine, SamplingParams
 from frame.config.selection import ResolveError
 from frame.host.installation import install_command
 from tests.architecture.source import ROOT
+from tests.metadata import hide_distribution
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False})
 
 
 @pytest.fixture(autouse=True)
 def without_xgrammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = importlib.metadata.version
-
-    def version(name: str) -> str:
-        if name == "xgrammar":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    hide_distribution(monkeypatch, "xgrammar")
 
 
 def test_llguidance_is_a_dependency_and_xgrammar_an_extra() -> None:

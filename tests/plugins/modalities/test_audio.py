@@ -8,6 +8,7 @@ import sys
 import wave
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,14 +42,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, AudioModality]:
     return {name: AudioModality(ModalityContext(folder / name, write_folder(folder / name, name))) for name in NAMES}
 
 
+def build_reference(modality: AudioModality) -> tuple[Any, Any]:
+    """transformers' processor of the checkpoint, and its feature extractor."""
+    folder, extractor = modality.context.folder, load_feature_extractor(modality.context.folder)
+    return build_processor(folder, modality.context.model_config, load_tokenizer(folder), feature_extractor=extractor), extractor
+
+
 @pytest.mark.parametrize("seconds", [0.2, 1.0, 7.33, 29.99, 30.0])
 def test_qwen2_audio_is_the_processors(built: dict[str, AudioModality], seconds: float) -> None:
     modality = built["qwen2_audio"]
     data, samples = make(seconds)
     size = modality.read_size(data)
-    folder, config = modality.context.folder, modality.context.model_config
-    parts = {"feature_extractor": load_feature_extractor(folder)}
-    reference = build_processor(folder, config, load_tokenizer(folder), **parts)
+    reference, _ = build_reference(modality)
     expected, texts = reference._process_audio([samples], sampling_rate=16_000, return_tensors="np")
     assert modality.lay_out(size, {}).expansion == texts[0]
     got = modality.compute_features(data, size, {})
@@ -62,9 +67,7 @@ def test_qwen3_omni_is_the_processors(built: dict[str, AudioModality], seconds: 
     modality = built["qwen3_omni"]
     data, samples = make(seconds)
     size = modality.read_size(data)
-    folder, config = modality.context.folder, modality.context.model_config
-    parts = {"feature_extractor": load_feature_extractor(folder)}
-    reference = build_processor(folder, config, load_tokenizer(folder), **parts)
+    reference, _ = build_reference(modality)
     expected, texts = reference._process_audio([samples], return_tensors="np", **reference.audio_kwargs)
     assert modality.lay_out(size, {}).expansion == texts[0]
     got = modality.compute_features(data, size, {})
@@ -79,9 +82,7 @@ def test_gemma4_is_the_processors(built: dict[str, AudioModality], seconds: floa
     modality = built["gemma4"]
     data, samples = make(seconds)
     size = modality.read_size(data)
-    folder, config = modality.context.folder, modality.context.model_config
-    extractor = load_feature_extractor(folder)
-    reference = build_processor(folder, config, load_tokenizer(folder), feature_extractor=extractor)
+    reference, extractor = build_reference(modality)
     expected = extractor([samples], sampling_rate=16_000, return_tensors="np")
     assert modality.lay_out(size, {}).expansion == reference.replace_audio_token(expected, 0)
     got = modality.compute_features(data, size, {})
@@ -95,9 +96,7 @@ def test_voxtral_is_the_processors(built: dict[str, AudioModality], seconds: flo
     modality = built["voxtral"]
     data, samples = make(seconds)
     size = modality.read_size(data)
-    folder, config = modality.context.folder, modality.context.model_config
-    extractor = load_feature_extractor(folder)
-    reference = build_processor(folder, config, load_tokenizer(folder), feature_extractor=extractor)
+    reference, _ = build_reference(modality)
     module = sys.modules[VoxtralProcessor.__module__]  # a version before 5.20 has them elsewhere
     values = getattr(VoxtralProcessor, "audio_kwargs", None) or module.VoxtralProcessorKwargs._defaults["audio_kwargs"]
     arguments = {**values, "return_tensors": "pt"}
