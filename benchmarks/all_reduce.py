@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from gpu_clock import seconds
 
 from frame.core.interfaces.collective import CollectiveContext
 from frame.kernels.elementwise.norm import add_rms_norm
@@ -55,26 +56,7 @@ def ping_pong(own, other, FIRST: tl.constexpr, TURNS: tl.constexpr):
 
 def time_graph(act: Callable[[], Any]) -> float:
     """Microseconds of one call, the best of `ROUNDS` replays of a graph of `CALLS` calls."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            act()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(CALLS):
-                act()
-        graph.replay()
-        stream.synchronize()
-        times = []
-        for _ in range(ROUNDS):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000 / CALLS)
-    return min(times)
+    return seconds(lambda _: act(), 1, CALLS, ROUNDS, average=min) * 1e6
 
 
 def measure(rank: int, ranks: int, folder: Path, only_copies: bool) -> dict[str, Any]:

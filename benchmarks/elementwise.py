@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_clock import seconds
 
 from frame import kernels
 from frame.kernels.elementwise.activation import silu_mul
@@ -98,24 +98,7 @@ def rotation_case(rows: int, heads: QKVLayout, normed: bool) -> tuple[Step, Step
 
 def microseconds(step: Step, launches: int) -> float:
     """Of one step, in a replayed graph of as many."""
-    stream = torch.cuda.Stream()
-    times = []
-    with torch.cuda.stream(stream):
-        step(0)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for index in range(launches):
-                step(index)
-        graph.replay()
-        for _ in range(6):
-            launch_dependents, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            launch_dependents.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(launch_dependents.elapsed_time(end) * 1e3 / launches)
-    return statistics.median(times)
+    return seconds(step, launches, launches, repeats=6) * 1e6
 
 
 def host_microseconds(step: Step, calls: int = 200) -> float:

@@ -9,9 +9,12 @@ from statistics import median
 
 import torch
 
+Average = Callable[[list[float]], float]
 
-def seconds(launch: Callable[[int], object], copies: int, launches: int, repeats: int = 3) -> float:
-    """Median seconds of `launch`, which is given the number of a weight, 0 to `copies` - 1."""
+
+def seconds(launch: Callable[[int], object], copies: int, launches: int, repeats: int = 3, average: Average = median) -> float:
+    """Seconds of `launch`, which is given the number of a weight, 0 to `copies` - 1: the `average`
+    over replays."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         launch(0)
@@ -29,7 +32,7 @@ def seconds(launch: Callable[[int], object], copies: int, launches: int, repeats
             stop.record(stream)
             stop.synchronize()
             taken.append(start.elapsed_time(stop) / 1000 / launches)
-    return median(taken)
+    return average(taken)
 
 
 def time_copy(num_bytes: int) -> float:

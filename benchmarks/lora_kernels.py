@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_clock import seconds
 
 from frame.adapters.deltas import LayerPages, RowPlan
 from frame.adapters.triton_deltas import TiledPlan, TritonDeltas
@@ -89,21 +89,7 @@ class Layers:
 
 def microseconds(call: Callable[[], object], repeats: int = 9) -> float:
     """Of `call` in a CUDA graph; median over replays."""
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for _ in range(repeats + 2):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        graph.replay()
-        last.record()
-        torch.cuda.synchronize()
-        times.append(first.elapsed_time(last))
-    return statistics.median(times[2:]) * 1e3
+    return seconds(lambda _: call(), 1, 1, repeats) * 1e6
 
 
 def make_operations(factors: dict[str, float]) -> TritonDeltas:

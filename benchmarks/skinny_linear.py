@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_clock import seconds
 
 from frame.kernels.linear.linear import skinny_linear
 from frame.kernels.linear.linear_plan import Plan, choose_plan
@@ -56,22 +56,7 @@ def candidates(rows: int, outputs: int) -> Iterator[Plan]:
 
 def microseconds(calls: Sequence[Call], repeats: int = 7) -> float:
     """Of one call, all of them in a CUDA graph; median over replays."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        graph.replay()
-        last.record()
-        torch.cuda.synchronize()
-        times.append(first.elapsed_time(last))
-    return statistics.median(times) / len(calls) * 1e3
+    return seconds(lambda number: calls[number](), len(calls), len(calls), repeats) * 1e6
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, some: Plan | None) -> torch.Tensor:
