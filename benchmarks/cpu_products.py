@@ -29,20 +29,13 @@ from frame.plugins.registry import Registry
 from frame.testing.weights.canonical_weights import make_weight
 
 LAYERS = {"qwen3-0.6b gate_up": (6144, 1024), "qwen3-0.6b down": (1024, 3072)}  # outputs, inputs
+SCHEMES = {"plain": WeightScheme("plain"), "int8": WeightScheme("int8"), "int4": WeightScheme("int4", (1, 64), zeros=True)}
 KERNELS = {
-    "plain": WeightScheme("plain"),
-    "cpu_int8": WeightScheme("int8"),
-    "cpu_int8, quantized inputs": WeightScheme("int8"),
-    "cpu_int4": WeightScheme("int4", (1, 64), zeros=True),
-    "amx, plain": WeightScheme("plain"),
-    "amx, int8": WeightScheme("int8"),
-    "amx, int4": WeightScheme("int4", (1, 64), zeros=True),
-    "avx512, plain": WeightScheme("plain"),
-    "avx512, int8": WeightScheme("int8"),
-    "avx512, int4": WeightScheme("int4", (1, 64), zeros=True),
-    "avx2, plain": WeightScheme("plain"),
-    "avx2, int8": WeightScheme("int8"),
-    "avx2, int4": WeightScheme("int4", (1, 64), zeros=True),
+    "plain": SCHEMES["plain"],
+    "cpu_int8": SCHEMES["int8"],
+    "cpu_int8, quantized inputs": SCHEMES["int8"],
+    "cpu_int4": SCHEMES["int4"],
+    **{f"{kernel}, {name}": scheme for kernel in ("amx", "avx512", "avx2") for name, scheme in SCHEMES.items()},
 }
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 BYTES = 192 << 20  # of bfloat16 weights that the launches go through

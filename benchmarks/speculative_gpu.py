@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deterministic import LLAMA
 
 from frame.config.schema import FrameConfig
 from frame.core.interfaces.batch import ForwardBatch, HiddenStateOutputs
@@ -44,12 +45,6 @@ from frame.speculation.synthetic_acceptance import SyntheticAcceptance
 from frame.testing.local_loop import LocalLoop
 
 NUM_STEPS = 3
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "eos_token_id": 2,
-    "bos_token_id": 1, "hidden_act": "silu",
-}  # fmt: skip
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "vocab_size": 512, "torch_dtype": "float32"}  # fmt: skip
 
@@ -64,7 +59,7 @@ def make_loop(
     args: argparse.Namespace, root: Path, *, drafts: bool, tree: tuple[int, int] | None = None
 ) -> tuple[LocalLoop, Drafter | None]:
     """tree: branches and drafted tokens, without synthetic acceptance."""
-    shape = SHAPE | (TINY if args.tiny else {})
+    shape = LLAMA | (TINY if args.tiny else {})
     target, head = root / "target", root / "head"
     if not target.exists():
         write_folder(target, shape)

@@ -9,20 +9,15 @@ from typing import Any
 
 import pytest
 
+from benchmarks.two_card_parts import NARROW_DEEPSEEK
 from frame.entrypoints.tools.plan.planner import PUBLISHED
 from tests.entrypoints.fork_server import run_forked
 
 ROOT = Path(__file__).parents[2]
-NARROW = {
-    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2, "first_k_dense_replace": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
-    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "vocab_size": 512,
-    "max_position_embeddings": 1024, "quantization_config": None,
-}  # fmt: skip
 
 
 def run(folder: Path, part: int, tp: int, *flags: str) -> dict[str, Any]:
-    config = json.loads((PUBLISHED / "DeepSeek-V3.1/config.json").read_text()) | NARROW
+    config = json.loads((PUBLISHED / "DeepSeek-V3.1/config.json").read_text()) | NARROW_DEEPSEEK
     (folder / "config.json").write_text(json.dumps(config))
     small = ("--rates", "8", "--seconds", "1", "--shrink", "64", "--kill-after", "0.1", "--always", "cache.max_total_tokens=8192")
     paths = ("--config", str(folder), "--home", str(folder / "home"), "--json", str(folder / "report.json"))
