@@ -24,7 +24,6 @@ from frame.entrypoints.router.replicas import Backends
 from frame.interfaces.routing import RoutingContext
 from frame.parallel.replica_choice import ReplicaChooser
 from frame.plugins.routing_policies.prefix_load import PrefixLoad
-from tests.entrypoints.router.test_router import run
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "some text", "max_tokens": 20, "temperature": 0.5}
@@ -160,84 +159,68 @@ def suspended(metrics: RouterMetrics) -> FirstBytes:
     return backend.first_bytes
 
 
-def test_a_request_is_divided() -> None:
-    async def main() -> None:
-        prefill, decode = FakeServer({"kv_transfer_params": HANDLE}), FakeServer({"text": "x"})
-        async with routed([prefill], [decode]) as (client, metrics):
-            response = await client.post(PATH, json=BODY)
-            assert (response.status_code, response.json()) == (200, {"text": "x"})
-            assert count(metrics, "transferred")
-            assert 'frame_router_replica_healthy{replica="' + prefill.url in metrics.render().decode()
-            await client.post("/flush_cache", json={})
-        assert prefill.bodies == [{**BODY, "max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}, {}]
-        assert decode.bodies == [{**BODY, "kv_transfer_params": HANDLE}, {}]
-
-    run(main)
+async def test_a_request_is_divided() -> None:
+    prefill, decode = FakeServer({"kv_transfer_params": HANDLE}), FakeServer({"text": "x"})
+    async with routed([prefill], [decode]) as (client, metrics):
+        response = await client.post(PATH, json=BODY)
+        assert (response.status_code, response.json()) == (200, {"text": "x"})
+        assert count(metrics, "transferred")
+        assert 'frame_router_replica_healthy{replica="' + prefill.url in metrics.render().decode()
+        await client.post("/flush_cache", json={})
+    assert prefill.bodies == [{**BODY, "max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}, {}]
+    assert decode.bodies == [{**BODY, "kv_transfer_params": HANDLE}, {}]
 
 
 @pytest.mark.parametrize(
     ("reply", "status", "outcome"),
     [({}, 200, "whole"), ({"error": {}}, 400, "whole"), ({"error": {}}, 503, "lost"), ({}, None, "lost")],
 )
-def test_a_decode_server_computes_what_a_prefill_server_does_not(reply: Any, status: int | None, outcome: str) -> None:
-    async def main() -> None:
-        prefill, decode = FakeServer(reply, status), FakeServer({"text": "x"})
-        async with routed([prefill], [decode]) as (client, metrics):
+async def test_a_decode_server_computes_what_a_prefill_server_does_not(reply: Any, status: int | None, outcome: str) -> None:
+    prefill, decode = FakeServer(reply, status), FakeServer({"text": "x"})
+    async with routed([prefill], [decode]) as (client, metrics):
+        assert (await client.post(PATH, json=BODY)).status_code == 200
+        assert count(metrics, outcome)
+    assert decode.bodies == [BODY]
+
+
+async def test_another_prefill_server_is_asked() -> None:
+    servers = [FakeServer({}, None), FakeServer({"kv_transfer_params": HANDLE})]
+    decode = FakeServer({"text": "x"})
+    async with routed(servers, [decode]) as (client, _):
+        for _ in range(4):
             assert (await client.post(PATH, json=BODY)).status_code == 200
-            assert count(metrics, outcome)
-        assert decode.bodies == [BODY]
-
-    run(main)
+    assert {json.dumps(body) for body in decode.bodies} == {json.dumps({**BODY, "kv_transfer_params": HANDLE})}
 
 
-def test_another_prefill_server_is_asked() -> None:
-    async def main() -> None:
-        servers = [FakeServer({}, None), FakeServer({"kv_transfer_params": HANDLE})]
-        decode = FakeServer({"text": "x"})
-        async with routed(servers, [decode]) as (client, _):
-            for _ in range(4):
-                assert (await client.post(PATH, json=BODY)).status_code == 200
-        assert {json.dumps(body) for body in decode.bodies} == {json.dumps({**BODY, "kv_transfer_params": HANDLE})}
-
-    run(main)
+async def test_a_prefill_server_that_hangs_is_left() -> None:
+    prefill, decode = FakeServer({}), FakeServer({"text": "x"})
+    async with routed([prefill], [decode]) as (client, _):
+        prefill.is_hanging = True
+        assert (await client.post(PATH, json=BODY)).status_code == 200
+    assert decode.bodies == [BODY]
 
 
-def test_a_prefill_server_that_hangs_is_left() -> None:
-    async def main() -> None:
-        prefill, decode = FakeServer({}), FakeServer({"text": "x"})
-        async with routed([prefill], [decode]) as (client, _):
-            prefill.is_hanging = True
-            assert (await client.post(PATH, json=BODY)).status_code == 200
-        assert decode.bodies == [BODY]
-
-    run(main)
-
-
-def test_a_prefill_server_that_answers_health_checks_alone_is_left(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_prefill_server_that_answers_health_checks_alone_is_left(caplog: pytest.LogCaptureFixture) -> None:
     """It gets no requests for a while, and then one at a time until it answers."""
-
-    async def main() -> None:
-        silent, decode = FakeServer({"kv_transfer_params": HANDLE}), FakeServer({"text": "x"})
-        silent.is_silent = True
-        async with routed([silent], [decode], prefill_timeout=0.5) as (client, metrics):
-            responses = await asyncio.gather(*(client.post(PATH, json=BODY) for _ in range(5)))
-            assert {response.status_code for response in responses} == {200} and len(silent.bodies) == 5
-            assert f"the prefill server {silent.url} failed: no answer in time" in caplog.text
-            began = time.monotonic()
-            assert (await client.post(PATH, json=BODY)).status_code == 200
-            assert time.monotonic() - began < 0.4 and len(silent.bodies) == 5
-            assert 'frame_router_prefills_total{outcome="lost"} 6.0' in metrics.render().decode()
-            assert 'frame_router_replica_suspended{replica="' + silent.url + '"} 1.0' in metrics.render().decode()
-            suspended(metrics).suspended_until = 0.0
-            await asyncio.gather(*(client.post(PATH, json=BODY) for _ in range(5)))
-            assert len(silent.bodies) == 6  # on trial
-            suspended(metrics).suspended_until = 0.0
-            silent.is_silent = False
-            for _ in range(2):
-                await client.post(PATH, json=BODY)
-        assert decode.bodies == [BODY] * 11 + [{**BODY, "kv_transfer_params": HANDLE}] * 2
-
-    run(main)
+    silent, decode = FakeServer({"kv_transfer_params": HANDLE}), FakeServer({"text": "x"})
+    silent.is_silent = True
+    async with routed([silent], [decode], prefill_timeout=0.5) as (client, metrics):
+        responses = await asyncio.gather(*(client.post(PATH, json=BODY) for _ in range(5)))
+        assert {response.status_code for response in responses} == {200} and len(silent.bodies) == 5
+        assert f"the prefill server {silent.url} failed: no answer in time" in caplog.text
+        began = time.monotonic()
+        assert (await client.post(PATH, json=BODY)).status_code == 200
+        assert time.monotonic() - began < 0.4 and len(silent.bodies) == 5
+        assert 'frame_router_prefills_total{outcome="lost"} 6.0' in metrics.render().decode()
+        assert 'frame_router_replica_suspended{replica="' + silent.url + '"} 1.0' in metrics.render().decode()
+        suspended(metrics).suspended_until = 0.0
+        await asyncio.gather(*(client.post(PATH, json=BODY) for _ in range(5)))
+        assert len(silent.bodies) == 6  # on trial
+        suspended(metrics).suspended_until = 0.0
+        silent.is_silent = False
+        for _ in range(2):
+            await client.post(PATH, json=BODY)
+    assert decode.bodies == [BODY] * 11 + [{**BODY, "kv_transfer_params": HANDLE}] * 2
 
 
 def test_a_body_with_a_name_twice_goes_to_one_server() -> None:
@@ -248,54 +231,41 @@ def test_a_body_with_a_name_twice_goes_to_one_server() -> None:
         assert read_divisible("POST", PATH, json.dumps(once).encode()) is not None
 
 
-def test_another_decode_server_gets_the_same_handle() -> None:
-    async def main() -> None:
-        prefill = FakeServer({"kv_transfer_params": HANDLE})
-        decode = [FakeServer({}, None), FakeServer({"text": "x"})]
-        async with routed([prefill], decode) as (client, _):
-            for _ in range(4):
-                assert (await client.post(PATH, json=BODY)).status_code == 200
-        assert all(body["kv_transfer_params"] == HANDLE for server in decode for body in server.bodies)
-        assert len(prefill.bodies) == 4
-
-    run(main)
+async def test_another_decode_server_gets_the_same_handle() -> None:
+    prefill = FakeServer({"kv_transfer_params": HANDLE})
+    decode = [FakeServer({}, None), FakeServer({"text": "x"})]
+    async with routed([prefill], decode) as (client, _):
+        for _ in range(4):
+            assert (await client.post(PATH, json=BODY)).status_code == 200
+    assert all(body["kv_transfer_params"] == HANDLE for server in decode for body in server.bodies)
+    assert len(prefill.bodies) == 4
 
 
 @pytest.mark.parametrize(("status", "num_servers"), [(200, 1), (200, 2), (400, 1), (422, 1)])
-def test_a_handle_that_is_refused_is_left_out(status: int, num_servers: int) -> None:
+async def test_a_handle_that_is_refused_is_left_out(status: int, num_servers: int) -> None:
     """The client gets the response to its own body, which is sent once."""
-
-    async def main() -> None:
-        prefill = FakeServer({"kv_transfer_params": HANDLE})
-        decode = [FakeServer({"text": "x"}, status) for _ in range(num_servers)]
-        for each in decode:
-            each.refuses_handles = True
-        async with routed([prefill], decode) as (client, metrics):
-            response = await client.post(PATH, json=BODY)
-            assert (response.status_code, response.json()) == (status, {"text": "x"})
-            assert count(metrics, "refused") and not count(metrics, "transferred")
-        assert [body for each in decode for body in each.bodies if "kv_transfer_params" not in body] == [BODY]
-        assert sum(len(each.bodies) for each in decode) == 2
-
-    run(main)
+    prefill = FakeServer({"kv_transfer_params": HANDLE})
+    decode = [FakeServer({"text": "x"}, status) for _ in range(num_servers)]
+    for each in decode:
+        each.refuses_handles = True
+    async with routed([prefill], decode) as (client, metrics):
+        response = await client.post(PATH, json=BODY)
+        assert (response.status_code, response.json()) == (status, {"text": "x"})
+        assert count(metrics, "refused") and not count(metrics, "transferred")
+    assert [body for each in decode for body in each.bodies if "kv_transfer_params" not in body] == [BODY]
+    assert sum(len(each.bodies) for each in decode) == 2
 
 
-def test_what_no_decode_server_answers_is_counted() -> None:
-    async def main() -> None:
-        prefill, decode = FakeServer({"kv_transfer_params": HANDLE}), FakeServer({"text": "x"}, 503)
-        async with routed([prefill], [decode]) as (client, metrics):
-            assert (await client.post(PATH, json=BODY)).status_code == 503
-            assert count(metrics, "unused") and not count(metrics, "transferred")
-
-    run(main)
+async def test_what_no_decode_server_answers_is_counted() -> None:
+    prefill, decode = FakeServer({"kv_transfer_params": HANDLE}), FakeServer({"text": "x"}, 503)
+    async with routed([prefill], [decode]) as (client, metrics):
+        assert (await client.post(PATH, json=BODY)).status_code == 503
+        assert count(metrics, "unused") and not count(metrics, "transferred")
 
 
-def test_a_clients_own_handle_is_refused_to_the_client() -> None:
-    async def main() -> None:
-        prefill, decode = FakeServer({}), FakeServer({"text": "x"})
-        decode.refuses_handles = True
-        async with routed([prefill], [decode]) as (client, _):
-            assert (await client.post(PATH, json={**BODY, "kv_transfer_params": HANDLE})).status_code == 400
-        assert (len(prefill.bodies), len(decode.bodies)) == (0, 1)
-
-    run(main)
+async def test_a_clients_own_handle_is_refused_to_the_client() -> None:
+    prefill, decode = FakeServer({}), FakeServer({"text": "x"})
+    decode.refuses_handles = True
+    async with routed([prefill], [decode]) as (client, _):
+        assert (await client.post(PATH, json={**BODY, "kv_transfer_params": HANDLE})).status_code == 400
+    assert (len(prefill.bodies), len(decode.bodies)) == (0, 1)

@@ -32,7 +32,7 @@ from frame.entrypoints.router.first_bytes import FirstBytes, judge_slowness
 from frame.entrypoints.router.replicas import Backends
 from frame.interfaces.routing import RoutingRequest
 from tests.entrypoints.router.fake_replica import FakeReplica, routed
-from tests.entrypoints.router.test_moving import CHAT, KEY, FramedReplica, run, tokens, whole
+from tests.entrypoints.router.test_moving import CHAT, KEY, FramedReplica, tokens, whole
 from tests.entrypoints.serving import RunningRouter
 
 
@@ -280,79 +280,72 @@ async def admin_of(backends: Backends) -> Any:
 
 
 @pytest.mark.slow
-def test_operators_add_and_remove_replicas() -> None:
+async def test_operators_add_and_remove_replicas() -> None:
     """A removed replica's stream moves, and it stays away although its source still names it; one
     that is added again is back."""
-
-    async def main() -> None:
-        first, second = FramedReplica(1500), FramedReplica(1500)
-        await asyncio.gather(first.start(), second.start())
-        async with routed(key=KEY) as (client, backends, metrics), admin_of(backends) as admin:
-            watching = asyncio.create_task(backends.watch())
-            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 503
-            added = await admin.post("/replicas", json={"url": first.url + "/"})
-            assert (added.status_code, added.json()) == (201, {"url": first.url, "state": "joining"})
-            await reach(lambda: states(backends) == {first.url: "serving"})
-            assert (await admin.post("/replicas", json={"url": first.url})).status_code == 200
-            stream = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
-            await reach(lambda: first.running == 1)
-            backends.update("a file", [second.url])
-            await reach(lambda: states(backends).get(second.url) == "serving")
-            left = await admin.request("DELETE", "/replicas", json={"url": first.url})
-            assert (left.status_code, left.json()["state"]) == (202, "draining")
-            assert tokens((await stream).text) == whole(1500)
-            assert 'cause="drained"} 1.0' in metrics.render().decode()
-            await reach(lambda: [*states(backends)] == [second.url])
-            assert (await admin.request("DELETE", "/replicas", json={"url": first.url})).status_code == 404
-            await admin.post("/replicas", json={"url": first.url})
-            await reach(lambda: states(backends).get(first.url) == "serving")
-            await admin.request("DELETE", "/replicas", json={"url": second.url})
-            backends.update("a file", [second.url])
-            await asyncio.sleep(0.5)
-            assert states(backends)[second.url] == "draining"
-            shown = {each["url"]: each for each in (await admin.get("/replicas")).json()["replicas"]}
-            assert (shown[second.url]["source"], shown[first.url]["source"], shown[first.url]["is_suspended"]) == ("a file", "admin", False)
-            backends.update("a file", [])
-            await reach(lambda: [*states(backends)] == [first.url])
-            backends.update("a file", [second.url])
-            await reach(lambda: states(backends).get(second.url) == "serving")
-            watching.cancel()
-        await asyncio.gather(first.kill(), second.kill())
-
-    run(main)
+    first, second = FramedReplica(1500), FramedReplica(1500)
+    await asyncio.gather(first.start(), second.start())
+    async with routed(key=KEY) as (client, backends, metrics), admin_of(backends) as admin:
+        watching = asyncio.create_task(backends.watch())
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 503
+        added = await admin.post("/replicas", json={"url": first.url + "/"})
+        assert (added.status_code, added.json()) == (201, {"url": first.url, "state": "joining"})
+        await reach(lambda: states(backends) == {first.url: "serving"})
+        assert (await admin.post("/replicas", json={"url": first.url})).status_code == 200
+        stream = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+        await reach(lambda: first.running == 1)
+        backends.update("a file", [second.url])
+        await reach(lambda: states(backends).get(second.url) == "serving")
+        left = await admin.request("DELETE", "/replicas", json={"url": first.url})
+        assert (left.status_code, left.json()["state"]) == (202, "draining")
+        assert tokens((await stream).text) == whole(1500)
+        assert 'cause="drained"} 1.0' in metrics.render().decode()
+        await reach(lambda: [*states(backends)] == [second.url])
+        assert (await admin.request("DELETE", "/replicas", json={"url": first.url})).status_code == 404
+        await admin.post("/replicas", json={"url": first.url})
+        await reach(lambda: states(backends).get(first.url) == "serving")
+        await admin.request("DELETE", "/replicas", json={"url": second.url})
+        backends.update("a file", [second.url])
+        await asyncio.sleep(0.5)
+        assert states(backends)[second.url] == "draining"
+        shown = {each["url"]: each for each in (await admin.get("/replicas")).json()["replicas"]}
+        assert (shown[second.url]["source"], shown[first.url]["source"], shown[first.url]["is_suspended"]) == ("a file", "admin", False)
+        backends.update("a file", [])
+        await reach(lambda: [*states(backends)] == [first.url])
+        backends.update("a file", [second.url])
+        await reach(lambda: states(backends).get(second.url) == "serving")
+        watching.cancel()
+    await asyncio.gather(first.kill(), second.kill())
 
 
-def test_the_admin_listener_refuses_others_and_nonsense() -> None:
-    async def main() -> None:
-        async with routed() as (client, backends, _), admin_of(backends) as admin:
-            for key in ("", "Bearer", "Bearer another", "Basic dGhl"):
-                refused = await admin.post("/replicas", json={"url": "http://a:1"}, headers={"authorization": key})
-                assert (refused.status_code, "www-authenticate" in refused.headers) == (401, True)
-            bad: list[tuple[str, str, bytes, int]] = [
-                ("POST", "/replicas", b"", 400),
-                ("POST", "/replicas", b"[]", 400),
-                ("POST", "/replicas", b'{"url": 5}', 400),
-                ("POST", "/replicas", b'{"url": "http://a:1", "weight": 2}', 400),
-                ("POST", "/replicas", b'{"url": "http://a:99999"}', 400),
-                ("POST", "/replicas", b'{"url": "file:///etc/passwd"}', 400),
-                ("POST", "/replicas", b'{"url": "http://u:p@a:1"}', 400),
-                ("POST", "/replicas", b"[" * 5000, 400),
-                ("POST", "/replicas", b"\xff" * 10, 400),
-                ("POST", "/replicas", b'"' + b"x" * MAX_BODY + b'"', 413),
-                ("DELETE", "/replicas", b'{"url": "http://a:1"}', 404),
-                ("PUT", "/replicas", b"{}", 405),
-                ("GET", "/v1/models", b"", 404),
-            ]
-            for method, path, body, status in bad:
-                reply = await admin.request(method, path, content=body)
-                assert (reply.status_code, "message" in reply.json()["error"]) == (status, True), (method, path, body[:40], reply.text)
-            assert backends.all == []
-            assert (await client.get("/replicas")).status_code == 503  # the clients' own listener has no such route
-            backends.update("a file", [f"http://10.1.{n >> 8}.{n & 255}:1" for n in range(MAX_REPLICAS)])
-            full = await admin.post("/replicas", json={"url": "http://a:1"})
-            assert (full.status_code, "remove one" in full.text) == (409, True)
-
-    run(main)
+async def test_the_admin_listener_refuses_others_and_nonsense() -> None:
+    async with routed() as (client, backends, _), admin_of(backends) as admin:
+        for key in ("", "Bearer", "Bearer another", "Basic dGhl"):
+            refused = await admin.post("/replicas", json={"url": "http://a:1"}, headers={"authorization": key})
+            assert (refused.status_code, "www-authenticate" in refused.headers) == (401, True)
+        bad: list[tuple[str, str, bytes, int]] = [
+            ("POST", "/replicas", b"", 400),
+            ("POST", "/replicas", b"[]", 400),
+            ("POST", "/replicas", b'{"url": 5}', 400),
+            ("POST", "/replicas", b'{"url": "http://a:1", "weight": 2}', 400),
+            ("POST", "/replicas", b'{"url": "http://a:99999"}', 400),
+            ("POST", "/replicas", b'{"url": "file:///etc/passwd"}', 400),
+            ("POST", "/replicas", b'{"url": "http://u:p@a:1"}', 400),
+            ("POST", "/replicas", b"[" * 5000, 400),
+            ("POST", "/replicas", b"\xff" * 10, 400),
+            ("POST", "/replicas", b'"' + b"x" * MAX_BODY + b'"', 413),
+            ("DELETE", "/replicas", b'{"url": "http://a:1"}', 404),
+            ("PUT", "/replicas", b"{}", 405),
+            ("GET", "/v1/models", b"", 404),
+        ]
+        for method, path, body, status in bad:
+            reply = await admin.request(method, path, content=body)
+            assert (reply.status_code, "message" in reply.json()["error"]) == (status, True), (method, path, body[:40], reply.text)
+        assert backends.all == []
+        assert (await client.get("/replicas")).status_code == 503  # the clients' own listener has no such route
+        backends.update("a file", [f"http://10.1.{n >> 8}.{n & 255}:1" for n in range(MAX_REPLICAS)])
+        full = await admin.post("/replicas", json={"url": "http://a:1"})
+        assert (full.status_code, "remove one" in full.text) == (409, True)
 
 
 @pytest.mark.parametrize(
@@ -439,31 +432,27 @@ def test_who_is_not_slow() -> None:
 
 
 @pytest.mark.slow
-def test_requests_avoid_a_slow_replica() -> None:
+async def test_requests_avoid_a_slow_replica() -> None:
     """Over HTTP: one of three replicas has late first bytes. It gets less, then nothing, and is not
     the end of a request where it is the only one left."""
+    draw = random.Random(3)
+    replicas = [FakeReplica(), FakeReplica(), FakeReplica(slowness=1.5)]
+    slow = replicas[2]
+    async with routed(*replicas) as (client, backends, metrics):
 
-    async def main() -> None:
-        draw = random.Random(3)
-        replicas = [FakeReplica(), FakeReplica(), FakeReplica(slowness=1.5)]
-        slow = replicas[2]
-        async with routed(*replicas) as (client, backends, metrics):
+        async def send() -> None:
+            body = {"prompt": "".join(draw.choices("abc", k=40)), "stream": True}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
 
-            async def send() -> None:
-                body = {"prompt": "".join(draw.choices("abc", k=40)), "stream": True}
-                assert (await client.post("/v1/completions", json=body)).status_code == 200
-
-            for _ in range(10):
-                if backends.all[2].is_suspended:
-                    break
-                await asyncio.gather(*(send() for _ in range(12)))
-                backends.judge_slowness()
-            assert backends.all[2].is_suspended
-            assert f'frame_router_replica_suspended{{replica="{slow.url}"}} 1.0' in metrics.render().decode()
-            before = slow.requests
-            await asyncio.gather(*(send() for _ in range(24)))
-            assert slow.requests == before
-            assert backends.choose(RoutingRequest(), (0, 1)) is backends.all[2]
-            assert json.loads((await client.get("/health")).text)["replicas"][slow.url] == "ok"
-
-    run(main)
+        for _ in range(10):
+            if backends.all[2].is_suspended:
+                break
+            await asyncio.gather(*(send() for _ in range(12)))
+            backends.judge_slowness()
+        assert backends.all[2].is_suspended
+        assert f'frame_router_replica_suspended{{replica="{slow.url}"}} 1.0' in metrics.render().decode()
+        before = slow.requests
+        await asyncio.gather(*(send() for _ in range(24)))
+        assert slow.requests == before
+        assert backends.choose(RoutingRequest(), (0, 1)) is backends.all[2]
+        assert json.loads((await client.get("/health")).text)["replicas"][slow.url] == "ok"

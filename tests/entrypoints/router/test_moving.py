@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +23,6 @@ from tests.entrypoints.router.fake_replica import FakeReplica, raw_replica, rout
 
 KEY = FleetKey("the key of these replicas")
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
-
-
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(main(), 50))  # type: ignore[arg-type]
 
 
 class FramedReplica(FakeReplica):
@@ -107,7 +102,7 @@ def whole(count: int = 8) -> list[Any]:
     return [*({"token": number} for number in range(count)), "[DONE]"]
 
 
-def test_a_stream_moves_and_the_client_sees_one() -> None:
+async def test_a_stream_moves_and_the_client_sees_one() -> None:
     """Whatever ends the first replica's answer, the second one continues it; headers are the first
     one's, without those of the fleet, and the body and its age go on."""
 
@@ -132,109 +127,93 @@ def test_a_stream_moves_and_the_client_sees_one() -> None:
             assert [backend.outstanding for backend in backends.all] == [0, 0]
 
     for act in ("die", "cut", "nonsense", "drain"):
-        run(lambda act=act: main(act))  # type: ignore[misc]
+        await main(act)
 
 
-def test_streams_that_move_at_once_spread_over_the_others() -> None:
+async def test_streams_that_move_at_once_spread_over_the_others() -> None:
     """Each counts where it is about to go. One whose client leaves meanwhile is left alone."""
-
-    async def main() -> None:
-        replicas = [FramedReplica(30) for _ in range(3)]
-        replicas[0].script[20] = "die"
-        for replica in replicas[1:]:
-            replica.delay = 0.5
-        async with routed(*replicas, key=KEY, policy=LeastLoad(RoutingContext())) as (client, backends, _):
-            first, *others = backends.all
-            await backends.check(first)
-            for other in others:
-                other.state = "joining"
-            tasks = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(12)]
-            while replicas[0].running < 12:  # noqa: ASYNC110 - no event tells of it
-                await asyncio.sleep(0.001)
-            await asyncio.gather(*(backends.check(other) for other in others))
-            while sum(len(replica.handoffs) for replica in replicas[1:]) < 12:  # noqa: ASYNC110 - as above
-                await asyncio.sleep(0.001)
-            assert sorted(len(replica.handoffs) for replica in replicas) == [0, 6, 6]
-            assert [backend.outstanding for backend in others] == [6, 6]
-            tasks[0].cancel()
-            assert [tokens((await task).text) for task in tasks[1:]] == [whole(30)] * 11
-            async with asyncio.timeout(10):
-                while any(backend.outstanding for backend in backends.all) or any(replica.running for replica in replicas[1:]):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-
-    run(main)
+    replicas = [FramedReplica(30) for _ in range(3)]
+    replicas[0].script[20] = "die"
+    for replica in replicas[1:]:
+        replica.delay = 0.5
+    async with routed(*replicas, key=KEY, policy=LeastLoad(RoutingContext())) as (client, backends, _):
+        first, *others = backends.all
+        await backends.check(first)
+        for other in others:
+            other.state = "joining"
+        tasks = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(12)]
+        while replicas[0].running < 12:  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.001)
+        await asyncio.gather(*(backends.check(other) for other in others))
+        while sum(len(replica.handoffs) for replica in replicas[1:]) < 12:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.001)
+        assert sorted(len(replica.handoffs) for replica in replicas) == [0, 6, 6]
+        assert [backend.outstanding for backend in others] == [6, 6]
+        tasks[0].cancel()
+        assert [tokens((await task).text) for task in tasks[1:]] == [whole(30)] * 11
+        async with asyncio.timeout(10):
+            while any(backend.outstanding for backend in backends.all) or any(replica.running for replica in replicas[1:]):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
-def test_a_replica_that_is_removed_passes_on_what_moves_to_it() -> None:
+async def test_a_replica_that_is_removed_passes_on_what_moves_to_it() -> None:
     """It does not leave before, so that it is checked while it has the stream."""
-
-    async def main() -> None:
-        replicas = [FramedReplica(60) for _ in range(3)]
-        replicas[0].script[5], replicas[1].delay = "die", 0.5
-        async with routed(*replicas, key=KEY) as (client, backends, _):
-            backends.choose = lambda _, tried=(), *__: next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
-            await asyncio.gather(*(backends.check(backend) for backend in backends.all))
-            second = backends.all[1]
-            task = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
-            while not replicas[1].handoffs:  # noqa: ASYNC110 - no event tells of it
-                await asyncio.sleep(0.001)
-            backends.remove(second)
-            backends._drop_left()
-            assert second in backends.all
-            assert tokens((await task).text) == whole(60)
-            assert len(replicas[2].handoffs) == 1
-            backends._drop_left()
-            assert second not in backends.all
-
-    run(main)
+    replicas = [FramedReplica(60) for _ in range(3)]
+    replicas[0].script[5], replicas[1].delay = "die", 0.5
+    async with routed(*replicas, key=KEY) as (client, backends, _):
+        backends.choose = lambda _, tried=(), *__: next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
+        await asyncio.gather(*(backends.check(backend) for backend in backends.all))
+        second = backends.all[1]
+        task = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+        while not replicas[1].handoffs:  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.001)
+        backends.remove(second)
+        backends._drop_left()
+        assert second in backends.all
+        assert tokens((await task).text) == whole(60)
+        assert len(replicas[2].handoffs) == 1
+        backends._drop_left()
+        assert second not in backends.all
 
 
-def test_the_state_of_a_long_response_fits() -> None:
+async def test_the_state_of_a_long_response_fits() -> None:
     """100,000 tokens, each in an event of its own."""
+    mover = moving.StreamMover(KEY, SimpleNamespace(), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    sent = list[bytes]()
 
-    async def main() -> None:
-        mover = moving.StreamMover(KEY, SimpleNamespace(), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
-        sent = list[bytes]()
+    async def send(message: Any) -> None:
+        sent.append(message["body"])
 
-        async def send(message: Any) -> None:
-            sent.append(message["body"])
+    async def open_stream(*arguments: Any) -> Any:
+        sent[:] = arguments[3:]
+        return httpx.Response(200, headers={HEADER.decode(): "1"})
 
-        async def open_stream(*arguments: Any) -> Any:
-            sent[:] = arguments[3:]
-            return httpx.Response(200, headers={HEADER.decode(): "1"})
-
-        request: Any = SimpleNamespace(send=send, path="/generate", body=b"")
-        stream = moving._Stream(request, "same", Losses())
-        stream.start = msgspec.msgpack.encode(StreamStart("rid", 1.0, [7], b"", "default"))
-        head = httpx.Response(200)
-        for token in range(100_000):
-            await mover._take(stream, EVENTS, msgspec.msgpack.encode([Write(0, [100_000 + token], 20)]), b"x", head)
-        assert not stream.problem
-        mover._exchange = SimpleNamespace(open=open_stream)  # type: ignore[assignment]
-        await mover._continue(stream, SimpleNamespace(instance="it"))  # type: ignore[arg-type]
-        *turns, found = handoff.decode_in_turns(sent[0])
-        assert len(turns) == 50 and found is not None  # between which the event loop serves others
-        assert [write.token_ids for record in found.records for write in record] == [[100_000 + token] for token in range(100_000)]
-
-    run(main)
+    request: Any = SimpleNamespace(send=send, path="/generate", body=b"")
+    stream = moving._Stream(request, "same", Losses())
+    stream.start = msgspec.msgpack.encode(StreamStart("rid", 1.0, [7], b"", "default"))
+    head = httpx.Response(200)
+    for token in range(100_000):
+        await mover._take(stream, EVENTS, msgspec.msgpack.encode([Write(0, [100_000 + token], 20)]), b"x", head)
+    assert not stream.problem
+    mover._exchange = SimpleNamespace(open=open_stream)  # type: ignore[assignment]
+    await mover._continue(stream, SimpleNamespace(instance="it"))  # type: ignore[arg-type]
+    *turns, found = handoff.decode_in_turns(sent[0])
+    assert len(turns) == 50 and found is not None  # between which the event loop serves others
+    assert [write.token_ids for record in found.records for write in record] == [[100_000 + token] for token in range(100_000)]
 
 
-def test_frames_before_the_start_are_none() -> None:
+async def test_frames_before_the_start_are_none() -> None:
     """Nothing was sent to the client, so another replica gets the request."""
-
-    async def main() -> None:
-        first, second = FramedReplica(), FramedReplica()
-        first.script[-1] = "early"
-        async with routed(first, second, key=KEY) as (client, backends, _):
-            backends.choose = lambda _, tried=(), *__: next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
-            await asyncio.gather(*(backends.check(backend) for backend in backends.all))
-            reply = await client.post("/v1/chat/completions", json=CHAT)
-            assert (tokens(reply.text), reply.headers["x-from"]) == (whole(), second.url)
-
-    run(main)
+    first, second = FramedReplica(), FramedReplica()
+    first.script[-1] = "early"
+    async with routed(first, second, key=KEY) as (client, backends, _):
+        backends.choose = lambda _, tried=(), *__: next((b for b in backends.healthy if b.number not in tried), None)  # type: ignore[method-assign]
+        await asyncio.gather(*(backends.check(backend) for backend in backends.all))
+        reply = await client.post("/v1/chat/completions", json=CHAT)
+        assert (tokens(reply.text), reply.headers["x-from"]) == (whole(), second.url)
 
 
-def test_a_loss_is_said_once_and_without_bytes_of_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_loss_is_said_once_and_without_bytes_of_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first event of a stream, and after it."""
     monkeypatch.setattr(moving, "MOVE_TIME", 0.2)
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n" + HEADER + b": 1\r\n\r\n"
@@ -248,29 +227,26 @@ def test_a_loss_is_said_once_and_without_bytes_of_the_replica(monkeypatch: pytes
             assert "SECRET" not in reply.text
 
     for data in (b"", b"%x\r\n%s\r\n" % (len(start), start)):
-        run(lambda data=data: main(data))  # type: ignore[misc]
+        await main(data)
 
 
-def test_what_two_replicas_died_of_is_not_sent_to_a_third() -> None:
-    async def main() -> None:
-        replicas = [FramedReplica() for _ in range(3)]
-        for replica in replicas:
-            replica.script[3] = "die"
-        async with routed(*replicas, key=KEY) as (client, backends, metrics):
-            await asyncio.gather(*(backends.check(backend) for backend in backends.all))
-            reply = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "poison"})
-            *begun, last = tokens(reply.text)
-            assert begun == whole()[:3]
-            assert "which may be the cause" in last["error"]["message"]
-            assert "poison" in last["error"]["message"]
-            assert sorted(replica.requests for replica in replicas) == [0, 1, 1]
-            assert 'cause="failed"} 1.0' in metrics.render().decode()
-            assert len(backends.healthy) == 1
-
-    run(main)
+async def test_what_two_replicas_died_of_is_not_sent_to_a_third() -> None:
+    replicas = [FramedReplica() for _ in range(3)]
+    for replica in replicas:
+        replica.script[3] = "die"
+    async with routed(*replicas, key=KEY) as (client, backends, metrics):
+        await asyncio.gather(*(backends.check(backend) for backend in backends.all))
+        reply = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "poison"})
+        *begun, last = tokens(reply.text)
+        assert begun == whole()[:3]
+        assert "which may be the cause" in last["error"]["message"]
+        assert "poison" in last["error"]["message"]
+        assert sorted(replica.requests for replica in replicas) == [0, 1, 1]
+        assert 'cause="failed"} 1.0' in metrics.render().decode()
+        assert len(backends.healthy) == 1
 
 
-def test_progress_clears_a_stream_but_not_for_ever() -> None:
+async def test_progress_clears_a_stream_but_not_for_ever() -> None:
     """Replicas that die at different tokens are not the request's fault, until there are four."""
 
     async def main(count: int) -> None:
@@ -288,10 +264,10 @@ def test_progress_clears_a_stream_but_not_for_ever() -> None:
             assert replicas[-1].requests == (count < MAX_LOST_IN_ALL)
 
     for count in (3, 4):
-        run(lambda count=count: main(count))  # type: ignore[misc]
+        await main(count)
 
 
-def test_a_stream_that_cannot_move_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_cannot_move_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another model, a part of an event, or too much state: the client gets the reason. Without
     another replica it waits for one."""
     monkeypatch.setattr(moving, "MAX_KEPT", 300)
@@ -312,40 +288,36 @@ def test_a_stream_that_cannot_move_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     cases = {"model": "another checkpoint", "part": "a part of an event", "large": "bytes of state", "full": "full", "alone": "no other",
              "nonsense": "it sent no reason"}  # fmt: skip
     for case, words in cases.items():
-        run(lambda case=case, words=words: asyncio.wait_for(main(case, words), 20))  # type: ignore[misc]
+        await asyncio.wait_for(main(case, words), 20)
 
 
-def test_state_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_state_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state of a stream that has ended, or whose client has left, is dropped; what all streams
     keep is bounded, and those beyond it go on."""
+    replica = FramedReplica(40)
+    replica.script[20] = "wait"
+    async with routed(replica, key=KEY) as (client, backends, _):
+        await backends.check(backends.all[0])
+        movers: list[moving.StreamMover] = []
+        keep = moving.StreamMover._keep
 
-    async def main() -> None:
-        replica = FramedReplica(40)
-        replica.script[20] = "wait"
-        async with routed(replica, key=KEY) as (client, backends, _):
-            await backends.check(backends.all[0])
-            movers: list[moving.StreamMover] = []
-            keep = moving.StreamMover._keep
+        def watched(self: moving.StreamMover, stream: Any, size: int) -> None:
+            movers.append(self)
+            keep(self, stream, size)
 
-            def watched(self: moving.StreamMover, stream: Any, size: int) -> None:
-                movers.append(self)
-                keep(self, stream, size)
-
-            monkeypatch.setattr(moving.StreamMover, "_keep", watched)
-            monkeypatch.setattr(moving, "MAX_KEPT_IN_ALL", 3000)
-            replies = await asyncio.gather(*(client.post("/v1/chat/completions", json=CHAT) for _ in range(8)))
-            assert all(tokens(reply.text) == whole(40) for reply in replies)
-            with pytest.raises(httpx.ReadTimeout):
-                await client.post("/v1/chat/completions", json=CHAT, timeout=0.3)
-            async with asyncio.timeout(5):
-                while movers[0]._num_kept or backends.all[0].outstanding:  # noqa: ASYNC110 - no event tells of it
-                    await asyncio.sleep(0.01)
-
-    run(main)
+        monkeypatch.setattr(moving.StreamMover, "_keep", watched)
+        monkeypatch.setattr(moving, "MAX_KEPT_IN_ALL", 3000)
+        replies = await asyncio.gather(*(client.post("/v1/chat/completions", json=CHAT) for _ in range(8)))
+        assert all(tokens(reply.text) == whole(40) for reply in replies)
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/chat/completions", json=CHAT, timeout=0.3)
+        async with asyncio.timeout(5):
+            while movers[0]._num_kept or backends.all[0].outstanding:  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.slow
-def test_a_draining_replica_keeps_what_no_other_takes() -> None:
+async def test_a_draining_replica_keeps_what_no_other_takes() -> None:
     """It goes on with its streams until another replica can continue them, and gets no new ones."""
 
     async def main(has_other: bool) -> None:
@@ -371,7 +343,7 @@ def test_a_draining_replica_keeps_what_no_other_takes() -> None:
             assert len(second.handoffs) == has_other
 
     for has_other in (False, True):
-        run(lambda has_other=has_other: main(has_other))  # type: ignore[misc]
+        await main(has_other)
 
 
 def test_the_header_is_the_routers_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -394,5 +366,5 @@ def test_the_header_is_the_routers_alone(caplog: pytest.LogCaptureFixture) -> No
             assert (backends.all[0].instance, backends.all[0].identity) == ("", "same")
 
     caplog.set_level(logging.ERROR)
-    run(main)
+    asyncio.run(main())
     assert not caplog.records

@@ -11,7 +11,6 @@ import pytest
 
 from frame.entrypoints.router.connections import MAX_INFORMATIONAL
 from tests.entrypoints.router.fake_replica import FakeReplica, check_reply, raw_replica, routed
-from tests.entrypoints.router.test_router import run
 
 CONTINUED = b"HTTP/1.1 102 Processing\r\n\r\n" * 160_000  # 4 MB
 START = b"HTTP/1.1 200 OK\r\n"
@@ -34,71 +33,55 @@ SENTENCE = f"it sent more than {MAX_INFORMATIONAL} informational (1xx) responses
      (START + CHUNKED + b"x:\r\n" * 128 + b"\r\n", 200, "OK"),
      (START + CHUNKED + b"x:\r\n" * 130 + b"\r\n", None, "")],
 )  # fmt: skip
-def test_heads_of_responses_are_bounded(response: bytes, status: int | None, expected: str) -> None:
-    async def main() -> None:
-        async with raw_replica(response, is_closed=True) as url, routed(urls=(url,)) as (client, _, _):
-            await check_reply(client, "/v1/responses", {"input": "x"}, status, expected)
-
-    run(main)
+async def test_heads_of_responses_are_bounded(response: bytes, status: int | None, expected: str) -> None:
+    async with raw_replica(response, is_closed=True) as url, routed(urls=(url,)) as (client, _, _):
+        await check_reply(client, "/v1/responses", {"input": "x"}, status, expected)
 
 
-def test_informational_responses_without_an_end_delay_no_other_client() -> None:
-    async def main() -> None:
-        async with raw_replica(CONTINUED + OK) as url, routed(urls=(url,)) as (client, backends, _):
-            slowest = 0.0
-            posts = [asyncio.create_task(client.post("/v1/responses", json={"input": "x"})) for _ in range(8)]
-            while not all(post.done() for post in posts):
-                begin = time.thread_time()  # what the loop computes, whatever else the machine does
-                await asyncio.sleep(0.001)
-                slowest = max(slowest, time.thread_time() - begin)
-            for post in posts:
-                reply = await post
-                assert (reply.status_code, SENTENCE in reply.text) == (502, True), reply.text
-            deadline = time.monotonic() + 60
-            while not backends.all[0].is_healthy and time.monotonic() < deadline:  # a check took too long on a busy machine
-                await backends.check(backends.all[0])
-            assert backends.all[0].is_healthy  # its checks succeed
-            assert slowest < 0.5  # of about 3 s before: 16 of 160,000 responses are parsed
-
-    run(main)
+async def test_informational_responses_without_an_end_delay_no_other_client() -> None:
+    async with raw_replica(CONTINUED + OK) as url, routed(urls=(url,)) as (client, backends, _):
+        slowest = 0.0
+        posts = [asyncio.create_task(client.post("/v1/responses", json={"input": "x"})) for _ in range(8)]
+        while not all(post.done() for post in posts):
+            begin = time.thread_time()  # what the loop computes, whatever else the machine does
+            await asyncio.sleep(0.001)
+            slowest = max(slowest, time.thread_time() - begin)
+        for post in posts:
+            reply = await post
+            assert (reply.status_code, SENTENCE in reply.text) == (502, True), reply.text
+        deadline = time.monotonic() + 60
+        while not backends.all[0].is_healthy and time.monotonic() < deadline:  # a check took too long on a busy machine
+            await backends.check(backends.all[0])
+        assert backends.all[0].is_healthy  # its checks succeed
+        assert slowest < 0.5  # of about 3 s before: 16 of 160,000 responses are parsed
 
 
-def test_a_request_goes_from_such_a_replica_to_another() -> None:
-    async def main() -> None:
-        replica = FakeReplica()
-        async with raw_replica(CONTINUED) as url, routed(replica, urls=(url,)) as (client, _, metrics):
-            replies = [await client.post("/generate", json={"text": str(number)}) for number in range(6)]
-            assert [reply.status_code for reply in replies] == [200] * 6
-            assert replica.requests == 6
-            assert b'outcome="retried"} 0' not in metrics.render()
-
-    run(main)
+async def test_a_request_goes_from_such_a_replica_to_another() -> None:
+    replica = FakeReplica()
+    async with raw_replica(CONTINUED) as url, routed(replica, urls=(url,)) as (client, _, metrics):
+        replies = [await client.post("/generate", json={"text": str(number)}) for number in range(6)]
+        assert [reply.status_code for reply in replies] == [200] * 6
+        assert replica.requests == 6
+        assert b'outcome="retried"} 0' not in metrics.render()
 
 
-def test_a_health_check_that_gets_them_has_failed() -> None:
+async def test_a_health_check_that_gets_them_has_failed() -> None:
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             writer.write(CONTINUED + OK)
             await writer.drain()
         writer.close()
-
-    async def main() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        async with routed(urls=(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",)) as (_, backends, _):
-            begin = time.monotonic()
-            await backends.check(backends.all[0], is_suspect=True)
-            assert not backends.all[0].is_healthy
-            assert time.monotonic() - begin < 0.8
-        server.close()
-
-    run(main)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with routed(urls=(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",)) as (_, backends, _):
+        begin = time.monotonic()
+        await backends.check(backends.all[0], is_suspect=True)
+        assert not backends.all[0].is_healthy
+        assert time.monotonic() - begin < 0.8
+    server.close()
 
 
-def test_a_target_is_quoted_as_text() -> None:
-    async def main() -> None:
-        async with routed(FakeReplica()) as (client, _, _):
-            reply = await client.request("OPTIONS", "/", extensions={"target": b"*"})
-            assert reply.status_code == 400
-            assert "the request's target is '*'; send" in reply.json()["error"]["message"]
-
-    run(main)
+async def test_a_target_is_quoted_as_text() -> None:
+    async with routed(FakeReplica()) as (client, _, _):
+        reply = await client.request("OPTIONS", "/", extensions={"target": b"*"})
+        assert reply.status_code == 400
+        assert "the request's target is '*'; send" in reply.json()["error"]["message"]

@@ -8,7 +8,7 @@ import json
 import logging
 import random
 import tracemalloc
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -28,10 +28,6 @@ from tests.entrypoints.published import ROUTES
 from tests.entrypoints.router.fake_replica import FakeReplica, check_reply, raw_replica, routed
 
 
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(main(), 50))  # type: ignore[arg-type]
-
-
 def chat(*contents: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text} for text in contents], **fields}
 
@@ -45,7 +41,7 @@ async def talk(client: httpx.AsyncClient, turns: int, size: int, draw: random.Ra
 
 
 @pytest.mark.slow
-def test_turns_of_conversations_hit_the_cache() -> None:
+async def test_turns_of_conversations_hit_the_cache() -> None:
     """Three replicas hit as often as one with all caches; drawn by lot they hit less."""
 
     async def hit_rate(count: int, by_lot: bool) -> float:
@@ -57,65 +53,50 @@ def test_turns_of_conversations_hit_the_cache() -> None:
             draw = random.Random(5)
             await asyncio.gather(*(talk(client, 6, 700, draw) for _ in range(12)))
         return sum(replica.hits for replica in replicas) / sum(replica.blocks for replica in replicas)
-
-    async def main() -> None:
-        alone, routed_rate, by_lot = await hit_rate(1, False), await hit_rate(3, False), await hit_rate(3, True)
-        assert routed_rate >= 0.95 * alone
-        assert by_lot < 0.8 * alone
-
-    run(main)
+    alone, routed_rate, by_lot = await hit_rate(1, False), await hit_rate(3, False), await hit_rate(3, True)
+    assert routed_rate >= 0.95 * alone
+    assert by_lot < 0.8 * alone
 
 
-def test_a_hot_prefix_is_not_slower_than_by_turns() -> None:
+async def test_a_hot_prefix_is_not_slower_than_by_turns() -> None:
     """One prefix for all requests: every replica gets it, and their loads are even."""
-
-    async def main() -> None:
-        replicas = [FakeReplica(slowness=0.01), FakeReplica(slowness=0.01)]
-        async with routed(*replicas) as (client, _, _):
-            hot = "the same beginning " * 200
-            await asyncio.gather(*(client.post("/v1/chat/completions", json=chat(hot, str(n))) for n in range(120)))
-        shares = sorted(replica.requests for replica in replicas)
-        assert shares[1] <= 1.05 * 60 + 4  # the difference of loads that counts as none
-        assert min(replica.hits / replica.blocks for replica in replicas) > 0.9
-
-    run(main)
+    replicas = [FakeReplica(slowness=0.01), FakeReplica(slowness=0.01)]
+    async with routed(*replicas) as (client, _, _):
+        hot = "the same beginning " * 200
+        await asyncio.gather(*(client.post("/v1/chat/completions", json=chat(hot, str(n))) for n in range(120)))
+    shares = sorted(replica.requests for replica in replicas)
+    assert shares[1] <= 1.05 * 60 + 4  # the difference of loads that counts as none
+    assert min(replica.hits / replica.blocks for replica in replicas) > 0.9
 
 
-def test_a_slow_replica_gets_fewer_requests() -> None:
-    async def main() -> None:
-        fast, slow = FakeReplica(slowness=0.002), FakeReplica(slowness=0.5)
-        async with routed(slow, fast) as (client, _, _):
+async def test_a_slow_replica_gets_fewer_requests() -> None:
+    fast, slow = FakeReplica(slowness=0.002), FakeReplica(slowness=0.5)
+    async with routed(slow, fast) as (client, _, _):
 
-            async def one_after_another(worker: int) -> None:
-                for number in range(12):
-                    await client.post("/v1/completions", json={"prompt": f"{worker} {number} " + "x" * 300})
+        async def one_after_another(worker: int) -> None:
+            for number in range(12):
+                await client.post("/v1/completions", json={"prompt": f"{worker} {number} " + "x" * 300})
 
-            await asyncio.gather(*(one_after_another(worker) for worker in range(8)))
-        assert slow.requests < 0.5 * fast.requests
-
-    run(main)
+        await asyncio.gather(*(one_after_another(worker) for worker in range(8)))
+    assert slow.requests < 0.5 * fast.requests
 
 
-def test_a_dead_replica_loses_nothing_that_had_not_begun() -> None:
+async def test_a_dead_replica_loses_nothing_that_had_not_begun() -> None:
     """The replica dies under load: requests without a byte of an answer are repeated, a stream that
     has begun ends with an error event that names it."""
-
-    async def main() -> None:
-        dying, other = FakeReplica(slowness=0.05), FakeReplica(slowness=0.005)
-        async with routed(dying, other) as (client, backends, metrics):
-            waiting = [asyncio.create_task(client.post("/v1/chat/completions", json=chat(f"{n}"))) for n in range(20)]
-            broken = asyncio.create_task(_post_to(backends, client, 0, chat("x", kind="break", stream=True), {"x-request-id": "mine"}))
-            replies = await asyncio.gather(*waiting)
-            assert [response.status_code for response in replies] == [200] * 20
-            text = (await broken).text
-            assert text.count('data: {"token"') == 3
-            assert "request mine" in text.split("\n\n")[-2]
-            assert not backends.all[0].is_healthy
-            assert b'frame_router_requests_total{outcome="broken"} 1.0' in metrics.render()
-            health = (await client.get("/health")).json()["replicas"]
-            assert sorted(health.values()) == ["ok", "unhealthy"]
-
-    run(main)
+    dying, other = FakeReplica(slowness=0.05), FakeReplica(slowness=0.005)
+    async with routed(dying, other) as (client, backends, metrics):
+        waiting = [asyncio.create_task(client.post("/v1/chat/completions", json=chat(f"{n}"))) for n in range(20)]
+        broken = asyncio.create_task(_post_to(backends, client, 0, chat("x", kind="break", stream=True), {"x-request-id": "mine"}))
+        replies = await asyncio.gather(*waiting)
+        assert [response.status_code for response in replies] == [200] * 20
+        text = (await broken).text
+        assert text.count('data: {"token"') == 3
+        assert "request mine" in text.split("\n\n")[-2]
+        assert not backends.all[0].is_healthy
+        assert b'frame_router_requests_total{outcome="broken"} 1.0' in metrics.render()
+        health = (await client.get("/health")).json()["replicas"]
+        assert sorted(health.values()) == ["ok", "unhealthy"]
 
 
 def test_an_answer_without_events_breaks_off(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,23 +107,20 @@ def test_an_answer_without_events_breaks_off(caplog: pytest.LogCaptureFixture) -
             found = metrics.render()
             assert b'frame_router_requests_total{outcome="broken"} 1.0' in found and b"client_gone" not in found
 
-    run(main)
+    asyncio.run(main())  # what the end of the loop logs counts
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert not [text for text in errors if "completing response" in text]  # the replica, which is cancelled, logs one
     assert sum("breaks off" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("half", [b"", b'data: {"tok'])
-def test_the_error_event_of_a_stream_is_an_event_of_its_own(half: bytes) -> None:
-    async def main() -> None:
-        replica = FakeReplica()
-        replica.half_event = half
-        async with routed(replica) as (client, _, _):
-            events = (await client.post("/generate", json={"text": "x", "kind": "break"})).text.split("\n\n")
-            assert events[3:-2] == ([half.decode()] if half else [])
-            assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == 502
-
-    run(main)
+async def test_the_error_event_of_a_stream_is_an_event_of_its_own(half: bytes) -> None:
+    replica = FakeReplica()
+    replica.half_event = half
+    async with routed(replica) as (client, _, _):
+        events = (await client.post("/generate", json={"text": "x", "kind": "break"})).text.split("\n\n")
+        assert events[3:-2] == ([half.decode()] if half else [])
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == 502
 
 
 async def _post_to(backends: Backends, client: httpx.AsyncClient, number: int, body: Any, headers: dict[str, str]) -> httpx.Response:
@@ -157,91 +135,75 @@ async def _post_to(backends: Backends, client: httpx.AsyncClient, number: int, b
     return await client.post("/v1/chat/completions", json=body, headers=headers)
 
 
-def test_what_a_replica_may_have_begun_is_repeated_only_if_it_keeps_nothing() -> None:
-    async def main() -> None:
-        dying, other = FakeReplica(), FakeReplica()
-        async with routed(dying, other) as (client, backends, _):
-            backends.choose = lambda _, tried=(), *__: next((each for each in backends.all if each.number not in tried), None)  # type: ignore[method-assign]
-            response = await client.post("/v1/conversations", json={"kind": "die"}, headers={"x-request-id": "mine"})
-            assert response.status_code == 502
-            assert "request mine, which is not repeated" in response.json()["error"]["message"]
-            assert other.requests == 0
-        dying, other = FakeReplica(), FakeReplica()
-        async with routed(dying, other) as (client, backends, _):
-            await dying.kill()  # it never gets the request
-            assert (await client.post("/v1/conversations", json={})).status_code == 200
-            assert other.requests == 1
-
-    run(main)
+async def test_what_a_replica_may_have_begun_is_repeated_only_if_it_keeps_nothing() -> None:
+    dying, other = FakeReplica(), FakeReplica()
+    async with routed(dying, other) as (client, backends, _):
+        backends.choose = lambda _, tried=(), *__: next((each for each in backends.all if each.number not in tried), None)  # type: ignore[method-assign]
+        response = await client.post("/v1/conversations", json={"kind": "die"}, headers={"x-request-id": "mine"})
+        assert response.status_code == 502
+        assert "request mine, which is not repeated" in response.json()["error"]["message"]
+        assert other.requests == 0
+    dying, other = FakeReplica(), FakeReplica()
+    async with routed(dying, other) as (client, backends, _):
+        await dying.kill()  # it never gets the request
+        assert (await client.post("/v1/conversations", json={})).status_code == 200
+        assert other.requests == 1
 
 
-def test_a_hanging_replica_is_left_by_requests_that_wait() -> None:
-    async def main() -> None:
-        hanging, other = FakeReplica(), FakeReplica()
-        async with routed(hanging, other) as (client, backends, _):
-            task = asyncio.create_task(_post_to(backends, client, 0, chat("x", kind="hang"), {}))
-            await asyncio.sleep(0.1)
-            hanging.status = 503
-            for _ in range(2):
-                await backends.check(backends.all[0])
-            await asyncio.sleep(0.1)
-            assert other.requests == 1  # repeated there, where it hangs as well
-            task.cancel()
-            hanging.status = 200
+async def test_a_hanging_replica_is_left_by_requests_that_wait() -> None:
+    hanging, other = FakeReplica(), FakeReplica()
+    async with routed(hanging, other) as (client, backends, _):
+        task = asyncio.create_task(_post_to(backends, client, 0, chat("x", kind="hang"), {}))
+        await asyncio.sleep(0.1)
+        hanging.status = 503
+        for _ in range(2):
             await backends.check(backends.all[0])
-            assert backends.all[0].is_healthy
-
-    run(main)
-
-
-def test_a_refusing_replica_is_passed_over_and_the_last_refusal_passed_on() -> None:
-    async def main() -> None:
-        first, second = FakeReplica(), FakeReplica()
-        first.status = 429
-        async with routed(first, second) as (client, _, _):
-            for _ in range(6):
-                assert (await client.post("/generate", json={"text": "a"})).status_code == 200
-            second.status = 429
-            response = await client.post("/generate", json={"text": "a"})
-            assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-            second.status = first.status = 200
-            assert (await client.get("/v1/responses/resp_1")).status_code == 404
-            assert first.requests + second.requests >= 10  # both were asked for the response
-
-    run(main)
+        await asyncio.sleep(0.1)
+        assert other.requests == 1  # repeated there, where it hangs as well
+        task.cancel()
+        hanging.status = 200
+        await backends.check(backends.all[0])
+        assert backends.all[0].is_healthy
 
 
-def test_keys_are_passed_on_and_large_bodies_refused() -> None:
-    async def main() -> None:
-        replica = FakeReplica()
-        async with routed(replica) as (client, _, _):
-            await client.post("/v1/completions", json={"prompt": "x"}, headers={"authorization": "Bearer secret"})
-            assert replica.keys == ["Bearer secret"]
-            named = {"authorization": "Bearer other", "connection": "keep-alive, Authorization"}  # of this connection alone
-            await client.post("/v1/completions", json={"prompt": "x"}, headers=named)
-            assert replica.keys.pop() == ""
-            response = await client.request("OPTIONS", "/", extensions={"target": b"*"})
-            assert (response.status_code, "begins with /" in response.text) == (400, True)
-            requests = replica.requests
-            response = await client.post("/v1/completions", content=b"x" * (2 << 20))
-            assert response.status_code == 413
-            assert replica.requests == requests
-        assert f"larger than {1 << 20} bytes" in response.json()["error"]["message"]
-
-    run(main)
+async def test_a_refusing_replica_is_passed_over_and_the_last_refusal_passed_on() -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.status = 429
+    async with routed(first, second) as (client, _, _):
+        for _ in range(6):
+            assert (await client.post("/generate", json={"text": "a"})).status_code == 200
+        second.status = 429
+        response = await client.post("/generate", json={"text": "a"})
+        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        second.status = first.status = 200
+        assert (await client.get("/v1/responses/resp_1")).status_code == 404
+        assert first.requests + second.requests >= 10  # both were asked for the response
 
 
-def test_hosts_and_targets_are_passed_on_as_they_came() -> None:
+async def test_keys_are_passed_on_and_large_bodies_refused() -> None:
+    replica = FakeReplica()
+    async with routed(replica) as (client, _, _):
+        await client.post("/v1/completions", json={"prompt": "x"}, headers={"authorization": "Bearer secret"})
+        assert replica.keys == ["Bearer secret"]
+        named = {"authorization": "Bearer other", "connection": "keep-alive, Authorization"}  # of this connection alone
+        await client.post("/v1/completions", json={"prompt": "x"}, headers=named)
+        assert replica.keys.pop() == ""
+        response = await client.request("OPTIONS", "/", extensions={"target": b"*"})
+        assert (response.status_code, "begins with /" in response.text) == (400, True)
+        requests = replica.requests
+        response = await client.post("/v1/completions", content=b"x" * (2 << 20))
+        assert response.status_code == 413
+        assert replica.requests == requests
+    assert f"larger than {1 << 20} bytes" in response.json()["error"]["message"]
+
+
+async def test_hosts_and_targets_are_passed_on_as_they_came() -> None:
     """By `Host` a replica without a key refuses pages of other names (DNS rebinding)."""
-
-    async def main() -> None:
-        replica = FakeReplica()
-        async with routed(replica) as (client, _, _):
-            target = b"/v1/../a%2Fb?c=%41"
-            await client.get("/", headers={"host": "evil.example:80"}, extensions={"target": target})
-            assert replica.targets == [(b"evil.example:80", target)]
-
-    run(main)
+    replica = FakeReplica()
+    async with routed(replica) as (client, _, _):
+        target = b"/v1/../a%2Fb?c=%41"
+        await client.get("/", headers={"host": "evil.example:80"}, extensions={"target": target})
+        assert replica.targets == [(b"evil.example:80", target)]
 
 
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
@@ -257,26 +219,21 @@ STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
      (STREAM + b"content-length: 9\r\n\r\nOK", None, ""),
      (b"SECRET of another response\r\n\r\n", 503, "is lost: RemoteProtocolError; try again later")],
 )  # fmt: skip
-def test_an_invalid_response_ends_its_request_with_a_sentence(response: bytes, status: int | None, expected: str, caplog: Any) -> None:
-    async def main() -> None:
-        async with raw_replica(response, is_closed=True) as url, routed(urls=(url,)) as (client, backends, _):
-            await check_reply(client, "/generate", {"text": "x"}, status, expected)
-            assert backends.all[0].is_healthy
-            assert not [record for record in caplog.records if record.exc_info]  # no traceback of the server
+async def test_an_invalid_response_ends_its_request_with_a_sentence(
+    response: bytes, status: int | None, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with raw_replica(response, is_closed=True) as url, routed(urls=(url,)) as (client, backends, _):
+        await check_reply(client, "/generate", {"text": "x"}, status, expected)
+        assert backends.all[0].is_healthy
+        assert not [record for record in caplog.records if record.exc_info]  # no traceback of the server
 
-    run(main)
 
-
-def test_a_refusal_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refusal_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy, "REFUSAL_TIME", 0.1)
-
-    async def main() -> None:
-        refusal = b"HTTP/1.1 503 X\r\ncontent-length: 9\r\n\r\nO"
-        async with raw_replica(refusal) as url, routed(FakeReplica(), urls=(url,)) as (client, backends, _):
-            backends.choose = lambda _, tried=(), *__: next((each for each in backends.all if each.number not in tried), None)  # type: ignore[method-assign]
-            assert (await client.post("/generate", json={"text": "x"}, timeout=5)).status_code == 200
-
-    run(main)
+    refusal = b"HTTP/1.1 503 X\r\ncontent-length: 9\r\n\r\nO"
+    async with raw_replica(refusal) as url, routed(FakeReplica(), urls=(url,)) as (client, backends, _):
+        backends.choose = lambda _, tried=(), *__: next((each for each in backends.all if each.number not in tried), None)  # type: ignore[method-assign]
+        assert (await client.post("/generate", json={"text": "x"}, timeout=5)).status_code == 200
 
 
 def test_every_route_has_a_class() -> None:
@@ -289,179 +246,137 @@ def test_every_route_has_a_class() -> None:
             assert path in BROADCAST
 
 
-def test_a_slash_at_the_end_makes_no_difference() -> None:
-    async def main() -> None:
-        replicas = [FakeReplica(), FakeReplica()]
-        async with routed(*replicas) as (client, _, _):
-            await client.post("/flush_cache/", json={})
-            assert [replica.requests for replica in replicas] == [1, 1]
-
-    run(main)
+async def test_a_slash_at_the_end_makes_no_difference() -> None:
+    replicas = [FakeReplica(), FakeReplica()]
+    async with routed(*replicas) as (client, _, _):
+        await client.post("/flush_cache/", json={})
+        assert [replica.requests for replica in replicas] == [1, 1]
 
 
-def test_an_invalid_answer_keeps_no_replica_from_a_request_for_all() -> None:
-    async def main() -> None:
-        replica = FakeReplica()
-        async with raw_replica(b"HTTP/1.1 999 X\r\ncontent-length: 0\r\n\r\n") as url, routed(replica, urls=(url,)) as (client, _, _):
-            response = await client.post("/flush_cache")
-            assert (response.status_code, "sent status 999" in response.text, replica.requests) == (502, True, 1)
-
-    run(main)
+async def test_an_invalid_answer_keeps_no_replica_from_a_request_for_all() -> None:
+    replica = FakeReplica()
+    async with raw_replica(b"HTTP/1.1 999 X\r\ncontent-length: 0\r\n\r\n") as url, routed(replica, urls=(url,)) as (client, _, _):
+        response = await client.post("/flush_cache")
+        assert (response.status_code, "sent status 999" in response.text, replica.requests) == (502, True, 1)
 
 
-def test_the_client_s_address_is_passed_on() -> None:
-    async def main() -> None:
-        replica = FakeReplica()
-        async with routed(replica) as (client, _, _):
-            await client.post("/generate", json={"text": "x"}, headers={"x-forwarded-for": "192.0.2.1"})
-            assert replica.addresses == [["192.0.2.1", "192.0.2.1"]]  # of a proxy on this machine; then what the router saw
-
-    run(main)
+async def test_the_client_s_address_is_passed_on() -> None:
+    replica = FakeReplica()
+    async with routed(replica) as (client, _, _):
+        await client.post("/generate", json={"text": "x"}, headers={"x-forwarded-for": "192.0.2.1"})
+        assert replica.addresses == [["192.0.2.1", "192.0.2.1"]]  # of a proxy on this machine; then what the router saw
 
 
-def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    async def main() -> None:
-        async with routed(FakeReplica(), pause=0.05) as (client, _, _):
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async with routed(FakeReplica(), pause=0.05) as (client, _, _):
 
-            async def body() -> AsyncIterator[bytes]:
-                yield b"{"
-                await asyncio.sleep(0.3)
+        async def body() -> AsyncIterator[bytes]:
+            yield b"{"
+            await asyncio.sleep(0.3)
 
-            response = await client.post("/generate", content=body())
-            assert (response.status_code, "did not come within" in response.text) == (408, True)
-
-    run(main)
+        response = await client.post("/generate", content=body())
+        assert (response.status_code, "did not come within" in response.text) == (408, True)
 
 
-def test_answers_without_an_end_are_cut() -> None:
+async def test_answers_without_an_end_are_cut() -> None:
     """A replica's health check and refusal that never end."""
-
-    async def main() -> None:
-        replica = FakeReplica()
-        async with routed(replica) as (client, backends, _):
-            replica.is_endless = True
-            await asyncio.wait_for(backends.check(backends.all[0]), 5)
-            assert backends.all[0].is_healthy
-            replica.status = 503
-            for path, status in (("/generate", 503), ("/flush_cache", 200)):
-                replica.status = status
-                async with client.stream("POST", path, json={}) as response:
-                    raw = b"".join([part async for part in response.aiter_raw()])  # the router does not unpack it
-                assert (response.status_code, len(raw) < 2 * MAX_REFUSAL_LENGTH) == (status, True)
-
-    run(main)
+    replica = FakeReplica()
+    async with routed(replica) as (client, backends, _):
+        replica.is_endless = True
+        await asyncio.wait_for(backends.check(backends.all[0]), 5)
+        assert backends.all[0].is_healthy
+        replica.status = 503
+        for path, status in (("/generate", 503), ("/flush_cache", 200)):
+            replica.status = status
+            async with client.stream("POST", path, json={}) as response:
+                raw = b"".join([part async for part in response.aiter_raw()])  # the router does not unpack it
+            assert (response.status_code, len(raw) < 2 * MAX_REFUSAL_LENGTH) == (status, True)
 
 
-def test_a_request_that_ends_replicas_is_repeated_once() -> None:
-    async def main() -> None:
-        replicas = [FakeReplica() for _ in range(3)]
-        async with routed(*replicas) as (client, _, _):
-            response = await client.post("/generate", json={"text": "x", "kind": "die"}, headers={"x-request-id": "mine"})
-            assert (response.status_code, "request mine, which is not repeated" in response.text) == (502, True)
-            assert sum(replica.requests for replica in replicas) == 2
-
-    run(main)
+async def test_a_request_that_ends_replicas_is_repeated_once() -> None:
+    replicas = [FakeReplica() for _ in range(3)]
+    async with routed(*replicas) as (client, _, _):
+        response = await client.post("/generate", json={"text": "x", "kind": "die"}, headers={"x-request-id": "mine"})
+        assert (response.status_code, "request mine, which is not repeated" in response.text) == (502, True)
+        assert sum(replica.requests for replica in replicas) == 2
 
 
-def test_the_bodies_of_all_requests_are_bounded() -> None:
-    async def main() -> None:
-        replica = FakeReplica()
-        async with routed(replica) as (client, _, _):
-            body = json.dumps({"kind": "hang", "prompt": "x" * 1_000_000})
-            waiting = [asyncio.create_task(client.post("/generate", content=body)) for _ in range(AT_ONCE // 2)]
-            while replica.running < AT_ONCE // 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            response = await client.post("/generate", content=body)  # the share of one address
-            assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-            assert "more than its share" in response.text
-            for task in waiting:
-                task.cancel()
-            for _ in waiting:  # the first ones may come before the others have left
-                response = await client.post("/generate", content=body.replace("hang", "none"))
-                await asyncio.sleep(0.01)
-            assert response.status_code == 200
-
-    run(main)
+async def test_the_bodies_of_all_requests_are_bounded() -> None:
+    replica = FakeReplica()
+    async with routed(replica) as (client, _, _):
+        body = json.dumps({"kind": "hang", "prompt": "x" * 1_000_000})
+        waiting = [asyncio.create_task(client.post("/generate", content=body)) for _ in range(AT_ONCE // 2)]
+        while replica.running < AT_ONCE // 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        response = await client.post("/generate", content=body)  # the share of one address
+        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        assert "more than its share" in response.text
+        for task in waiting:
+            task.cancel()
+        for _ in waiting:  # the first ones may come before the others have left
+            response = await client.post("/generate", content=body.replace("hang", "none"))
+            await asyncio.sleep(0.01)
+        assert response.status_code == 200
 
 
 @pytest.mark.parametrize(("path", "status"), [("/flush_cache", 502), ("/abort_request", 200)])
-def test_a_lost_replica_does_not_keep_a_request_for_all_from_the_others(path: str, status: int) -> None:
-    async def main() -> None:
-        first, second = FakeReplica(), FakeReplica()
-        async with routed(first, second) as (client, _, _):
-            await first.kill()
-            response = await client.post(path, json={"rid": "x"})
-            assert (response.status_code, second.requests) == (status, 1)
-
-    run(main)
+async def test_a_lost_replica_does_not_keep_a_request_for_all_from_the_others(path: str, status: int) -> None:
+    first, second = FakeReplica(), FakeReplica()
+    async with routed(first, second) as (client, _, _):
+        await first.kill()
+        response = await client.post(path, json={"rid": "x"})
+        assert (response.status_code, second.requests) == (status, 1)
 
 
 @pytest.mark.parametrize(("path", "status"), [("/flush_cache", 504), ("/abort_request", 200)])
-def test_a_replica_that_hangs_is_named_in_a_request_for_all(path: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_hangs_is_named_in_a_request_for_all(path: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy, "BROADCAST_TIME", 0.3)
-
-    async def main() -> None:
-        hanging, other = FakeReplica(), FakeReplica()
-        hanging.slowness = 60.0
-        async with routed(hanging, other) as (client, backends, _):
-            response = await client.post(path, json={"rid": "x"})
-            assert (response.status_code, other.requests) == (status, 1)
-            if status == 504:
-                sentence = f"replica {hanging.url} did not answer within 0.3 s; 1 of 2 replicas have done it"
-                assert response.json()["error"]["message"] == sentence
-            assert [backend.outstanding for backend in backends.all] == [0, 0]
-
-    run(main)
+    hanging, other = FakeReplica(), FakeReplica()
+    hanging.slowness = 60.0
+    async with routed(hanging, other) as (client, backends, _):
+        response = await client.post(path, json={"rid": "x"})
+        assert (response.status_code, other.requests) == (status, 1)
+        if status == 504:
+            sentence = f"replica {hanging.url} did not answer within 0.3 s; 1 of 2 replicas have done it"
+            assert response.json()["error"]["message"] == sentence
+        assert [backend.outstanding for backend in backends.all] == [0, 0]
 
 
 @pytest.mark.parametrize("size", [1, 300_000])  # what one read takes, and more
 @pytest.mark.parametrize("pause", [0.0, 0.05])
-def test_bytes_after_an_answer_are_no_answer_to_the_next_request(size: int, pause: float) -> None:
+async def test_bytes_after_an_answer_are_no_answer_to_the_next_request(size: int, pause: float) -> None:
     later = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (size, b"x" * size)
-
-    async def main() -> None:
-        response = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK"
-        async with raw_replica(response, further=later, pause=pause) as url, routed(urls=(url,)) as (client, _, _):
-            for _ in range(4):
-                assert (await client.post("/generate", json={"text": "x"})).content == b"OK"
-                await asyncio.sleep(3 * pause)
-
-    run(main)
+    response = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nOK"
+    async with raw_replica(response, further=later, pause=pause) as url, routed(urls=(url,)) as (client, _, _):
+        for _ in range(4):
+            assert (await client.post("/generate", json={"text": "x"})).content == b"OK"
+            await asyncio.sleep(3 * pause)
 
 
 @pytest.mark.parametrize("status", [204, 304])
-def test_an_answer_without_a_body_may_have_a_length(status: int, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with raw_replica(b"HTTP/1.1 %d X\r\ncontent-length: 5\r\n\r\n" % status) as url, routed(urls=(url,)) as (client, _, _):
-            for _ in range(2):
-                response = await client.get("/v1/models")
-                assert (response.status_code, response.content) == (status, b"")
-        assert not [record for record in caplog.records if record.exc_info]
-
-    run(main)
+async def test_an_answer_without_a_body_may_have_a_length(status: int, caplog: pytest.LogCaptureFixture) -> None:
+    async with raw_replica(b"HTTP/1.1 %d X\r\ncontent-length: 5\r\n\r\n" % status) as url, routed(urls=(url,)) as (client, _, _):
+        for _ in range(2):
+            response = await client.get("/v1/models")
+            assert (response.status_code, response.content) == (status, b"")
+    assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_connections_to_replicas_are_kept() -> None:
-    async def main() -> None:
-        replica = FakeReplica()
-        async with routed(replica) as (client, _, _):
-            for _ in range(5):
-                await client.post("/generate", json={"text": "x"})
-            assert len(replica.ports) == 1
-
-    run(main)
+async def test_connections_to_replicas_are_kept() -> None:
+    replica = FakeReplica()
+    async with routed(replica) as (client, _, _):
+        for _ in range(5):
+            await client.post("/generate", json={"text": "x"})
+        assert len(replica.ports) == 1
 
 
-def test_a_client_that_leaves_ends_its_request() -> None:
-    async def main() -> None:
-        replica = FakeReplica()
-        async with routed(replica) as (client, backends, _):
-            with pytest.raises(httpx.ReadTimeout):
-                await client.post("/generate", json={"text": "x", "kind": "hang"}, timeout=0.2)
-            await asyncio.sleep(0.1)
-            assert backends.all[0].outstanding == 0
-
-    run(main)
+async def test_a_client_that_leaves_ends_its_request() -> None:
+    replica = FakeReplica()
+    async with routed(replica) as (client, backends, _):
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/generate", json={"text": "x", "kind": "hang"}, timeout=0.2)
+        await asyncio.sleep(0.1)
+        assert backends.all[0].outstanding == 0
 
 
 def test_prompts_are_compared_from_their_beginning() -> None:
