@@ -71,6 +71,12 @@ def params(**values: Any) -> dict[str, Any]:
     return {"max_tokens": 5, "temperature": 0, "ignore_eos": True, **values}
 
 
+async def read_commands(written: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+    """The commands of a queue, up to None."""
+    while (command := await written.get()) is not None:
+        yield S["GenerateCommand"](**command)
+
+
 async def until_empty(server: InProcess) -> None:
     """All work has been stopped; the engine says so."""
     async with asyncio.timeout(20):
@@ -118,11 +124,6 @@ def test_schema_of_logprobs_and_stops() -> None:
 async def test_many_requests_over_one_call() -> None:
     async with connected() as (server, client):
         written: asyncio.Queue[Any] = asyncio.Queue()
-
-        async def commands() -> AsyncIterator[Any]:
-            while (command := await written.get()) is not None:
-                yield S["GenerateCommand"](**command)
-
         control = server.services.client.send_command
         await control("pause")  # until everything has been asked for
         endless = {"token_ids": IDS, "sampling_params": params(max_tokens=400)}
@@ -133,7 +134,7 @@ async def test_many_requests_over_one_call() -> None:
         written.put_nowait({"generate": {"id": "bad", "token_ids": IDS, "sampling_params": {"top_p": 7}}})
         counts: dict[str, int] = {}
         ends: dict[str, list[Any]] = {}
-        async for reply in client.call("GenerateStream", commands()):
+        async for reply in client.call("GenerateStream", read_commands(written)):
             counts[reply.id] = counts.get(reply.id, 0) + len(reply.token_ids)
             if reply.HasField("finish"):
                 ends.setdefault(reply.id, []).append(reply.finish)
@@ -153,15 +154,10 @@ async def test_many_requests_over_one_call() -> None:
 async def test_an_aborted_request_ends_each_of_its_sequences() -> None:
     async with connected() as (server, client):
         written: asyncio.Queue[Any] = asyncio.Queue()
-
-        async def commands() -> AsyncIterator[Any]:
-            while (command := await written.get()) is not None:
-                yield S["GenerateCommand"](**command)
-
         request = {"id": "four", "token_ids": IDS, "sampling_params": params(max_tokens=400, n=4)}
         written.put_nowait({"generate": request})
         ends = []
-        async for reply in client.call("GenerateStream", commands()):
+        async for reply in client.call("GenerateStream", read_commands(written)):
             if not ends and reply.token_ids:
                 written.put_nowait({"abort": {"ids": ["four"]}})
                 written.put_nowait(None)
