@@ -297,11 +297,14 @@ class ResponseBuilder:
         if self._store.is_cancelled(self._name) and self._store.get(self._name, response_input.tenant) is None:
             return  # deleted after the cancellation
         if self._is_stored:
-            body = self._body(self._status())
+            status = self._status()
+            body, log = self._body(status), response_input.log
             before = [*response_input.history, *response_input.items]
             items = _encode([*before, *map(_without_logprobs, body["output"])])
             # False: the output made it too large, and the body that the client receives says so
-            self._is_stored = self._store.put(self._name, response_input.tenant, _encode(body), items, len(before), response_input.log)
+            self._is_stored = self._store.put(
+                self._name, response_input.tenant, _encode(body), items, len(before), log, is_running=status == "in_progress"
+            )
 
     def delete_unfinished(self) -> None:
         """Delete a response that ended before it finished. The last call for a response."""

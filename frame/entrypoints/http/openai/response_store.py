@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -74,6 +75,7 @@ class StoredEntry:
     num_input: int  # how many of the items, from the start, are a response's input
     created: float  # seconds, monotonic
     log: EventLog | None = None  # of a streamed background response
+    is_running: bool = False  # a response that this server generates
 
     @property
     def size(self) -> int:
@@ -96,7 +98,7 @@ class ResponseStore:
 
     `max_entries`, `max_bytes`: bounds of all entries; 0 entries turn the store off. `ttl`: seconds.
     `share`: the part of both bounds that one tenant may fill (0 to 1). A new entry evicts the
-    oldest ones of its own tenant. When all tenants together exceed the bounds, the tenant that
+    oldest ones of its own tenant, running responses last. When all tenants together exceed the bounds, the tenant that
     holds the most loses its oldest entry, so a large user never evicts a small one. The items of
     one entry are bounded as a request body is, by `max_items_bytes` and by their number of JSON
     values, because requests decode them. `files`: what outlives the server.
@@ -137,11 +139,21 @@ class ResponseStore:
         share = self._share if tenant else 1.0
         return max(1, int(self._max_entries * share)), int(self._max_bytes * share)
 
-    def put(self, name: str, tenant: str, body: bytes, items: bytes, num_input: int = 0, log: EventLog | None = None) -> bool:
+    def put(
+        self,
+        name: str,
+        tenant: str,
+        body: bytes,
+        items: bytes,
+        num_input: int = 0,
+        log: EventLog | None = None,
+        *,
+        is_running: bool = False,
+    ) -> bool:
         """Store or replace an entry. Returns False if it does not fit and is not stored."""
         self._drop(name, tenant, log, keeps_file=True)  # other servers see it until it is replaced
         self._sweep()
-        stored = StoredEntry(tenant, body, items, num_input, time.monotonic(), log)
+        stored = StoredEntry(tenant, body, items, num_input, time.monotonic(), log, is_running)
         if not self.is_on or stored.size > self.quota_of(tenant)[1] or not self.fits(tenant, body, items):
             if self._files is not None:
                 self._files.remove(name, tenant)
@@ -282,13 +294,18 @@ class ResponseStore:
         """Drop entries until the quota of the tenant and the bounds of the store hold."""
         max_entries, max_bytes = self.quota_of(tenant)
         while len(entries) > max_entries or entries.num_bytes > max_bytes:
-            self._drop(next(iter(entries)), tenant)
+            self._drop(self._choose_victim(entries), tenant)
         if self._exceeds_bounds():
             for other, others in list(self._tenants.items()):
                 self._drop_expired(other, others)
         while self._exceeds_bounds():
             other, others = max(self._tenants.items(), key=lambda entry: self._fill_ratio(entry[1]))
-            self._drop(next(iter(others)), other)
+            self._drop(self._choose_victim(others), other)
+
+    def _choose_victim(self, entries: TenantEntries) -> str:
+        """The oldest entry that does not run, apart from the newest one; else the oldest one."""
+        older = islice(entries.items(), len(entries) - 1)
+        return next((name for name, stored in older if not stored.is_running), next(iter(entries)))
 
     def _exceeds_bounds(self) -> bool:
         return self._count > self._max_entries or self.num_bytes > self._max_bytes

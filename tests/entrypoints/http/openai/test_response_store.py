@@ -38,6 +38,34 @@ def test_oldest_entries_are_evicted_at_the_bounds() -> None:
     assert store.num_bytes == 2 * OVERHEAD + 100 + 3
 
 
+def test_running_response_is_evicted_after_the_ended_ones() -> None:
+    store = ResponseStore(3, 100_000, 60.0)
+    store.put("running", "", b"{}", b"[]", is_running=True)
+    for number in range(10):
+        store.put(str(number), "", b"{}", b"[]")
+    assert store.get("running", "") is not None
+    assert [name for name in map(str, range(10)) if store.get(name, "")] == ["8", "9"]
+    for number in range(10):  # the number stays bounded where all of them run
+        store.put(f"running {number}", "", b"{}", b"[]", is_running=True)
+    assert len(store) == 3
+    assert store.get("running", "") is None
+    store.put("ended", "", b"{}", b"[]")
+    assert store.get("ended", "") is not None
+    assert len(store) == 3
+
+
+def test_running_response_is_evicted_after_the_ended_ones_by_bytes_of_all_tenants() -> None:
+    store = ResponseStore(100, 10 * (OVERHEAD + 100), 60.0, share=0.9)
+    store.put("running", "one", b"x" * 98, b"[]", is_running=True)
+    for number in range(6):
+        store.put(str(number), "one", b"x" * 98, b"[]")
+    for number in range(6):
+        store.put(str(number), "two", b"x" * 98, b"[]")
+    assert store.get("running", "one") is not None
+    assert store.get("0", "one") is None
+    assert store.num_bytes <= 10 * (OVERHEAD + 100)
+
+
 def test_expired_entries_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(response_store.time, "monotonic", lambda: now[0])
