@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 VERSION = 1  # of the files; a server reads those of its own version and of the one before
 MAX_BYTES = 256 << 20  # of a file
 MAX_PENDING = 1 << 16  # files that are not written yet
+DELETE_TIMEOUT = 30.0  # seconds in which the disk must have deleted a file
 STALE = 3600.0  # seconds after which an unfinished file is deleted
 _FILE, _OWNER = re.compile(r"[0-9a-f]{64}\.json"), re.compile(r"[0-9a-f]{32}")
 RUNNING = ("queued", "in_progress")
@@ -87,6 +88,7 @@ class ResponseFiles:
         self._writing = ""
         self._changed = threading.Condition()
         self._is_closed = False
+        self._has_failed = False  # the last write or deletion
         self._thread = threading.Thread(target=self._write_all, name="response-files", daemon=True)
         self._thread.start()
 
@@ -105,6 +107,16 @@ class ResponseFiles:
     def remove(self, name: str, tenant: str) -> None:
         """Have the thread delete an entry, unless another server has written it since."""
         self._put(_name_file(name, tenant), None)
+
+    def delete(self, name: str, tenant: str) -> bool:
+        """`remove`, and wait for the thread. Whether the version that the store has is gone from
+        the disk."""
+        file_name = _name_file(name, tenant)
+        if not self._put(file_name, None):
+            return False
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: file_name not in self._pending and self._writing != file_name, DELETE_TIMEOUT)
+            return is_done and file_name not in self._stamps
 
     def check(self, name: str, tenant: str) -> StoredFile | bool:
         """The entry if another server has written it since; else whether the store's own holds."""
@@ -159,23 +171,32 @@ class ResponseFiles:
         """Write what is left, and end."""
         with self._changed:
             self._is_closed = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join(timeout=30)
         (self._servers / f"{self.owner}.lock").unlink(missing_ok=True)
         self._lease.close()
 
-    def _put(self, file_name: str, data: bytes | None) -> None:
+    def _put(self, file_name: str, data: bytes | None) -> bool:
+        """Queue a write or a deletion. Returns whether there is room for it."""
         with self._changed:
             if len(self._pending) >= MAX_PENDING and file_name not in self._pending:
-                log.warning("a stored response is not written to server.state_dir: its disk does not answer")
-                return
+                self._warn("its disk does not answer")
+                return False
             self._pending[file_name] = data
-            self._changed.notify()
+            self._changed.notify_all()
+            return True
+
+    def _warn(self, why: str | None) -> None:
+        """Log the first failure after a success."""
+        if not self._has_failed:
+            log.warning("stored responses cannot be written to server.state_dir or deleted from it: %s", why)
+        self._has_failed = True
 
     def _write_all(self) -> None:
         while True:
             with self._changed:
                 self._writing = ""
+                self._changed.notify_all()
                 while not self._pending:
                     if self._is_closed:
                         return
@@ -183,15 +204,16 @@ class ResponseFiles:
                 self._writing, data = self._pending.popitem(last=False)
             try:
                 self._write(self._folder / self._writing, data)
+                self._has_failed = False
             except OSError as error:
-                log.warning("a stored response was not written to server.state_dir: %s", error.strerror)
+                self._warn(error.strerror)
 
     def _write(self, path: Path, data: bytes | None) -> None:
         if data is None:
-            stamp = self._stamps.pop(path.name, None)
             with suppress(FileNotFoundError):
-                if stamp == _stamp(path.lstat()):
-                    path.unlink()
+                if self._stamps.get(path.name) == _stamp(path.lstat()):
+                    path.unlink()  # where that fails, the stamp stays, so the store does not read the file again
+            self._stamps.pop(path.name, None)
             return
         new = path.with_suffix(f".{self.owner}.new")
         try:

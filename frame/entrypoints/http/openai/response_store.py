@@ -286,6 +286,13 @@ class ResponseStore:
         self._drop(name, tenant)
         return existed
 
+    async def delete_file(self, name: str, tenant: str) -> bool:
+        """Delete an entry and its file. Returns False, without a change, if the disk refuses."""
+        if self._files is not None and not await asyncio.to_thread(self._files.delete, name, tenant):
+            return False
+        self.delete(name, tenant)
+        return True
+
     def _add_bytes(self, entries: TenantEntries, size: int) -> None:
         entries.num_bytes += size
         self.num_bytes += size

@@ -300,7 +300,7 @@ async def delete(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete a stored response."""
     if msgspec.json.decode((await find_response(context, services, name)).body)["status"] == "in_progress":
         raise ApiError(400, f"the response {name} is in progress; cancel it before", "response_id")
-    services.responses.delete(name, context.tenant)
+    await _delete(context, services, name)
     return {"id": name, "object": "response", "deleted": True}
 
 
@@ -316,6 +316,12 @@ async def cancel(name: str, context: ContextDep, services: ServicesDep) -> Any:
     services.responses.cancel(name, context.tenant, msgspec.json.encode(body))
     services.client.abort_requests([name], context.tenant)
     return body
+
+
+async def _delete(context: RequestContext, services: Services, name: str) -> None:
+    """Delete a stored response or conversation. Raises ApiError 503 if its file stays."""
+    if not await services.responses.delete_file(name, context.tenant):
+        raise ApiError(503, f"{name} was not deleted: server.state_dir cannot be written; the log says why. Delete it again later")
 
 
 async def find_response(
@@ -396,7 +402,7 @@ async def update_conversation(name: str, request: ConversationUpdate, context: C
 async def delete_conversation(name: str, context: ContextDep, services: ServicesDep) -> Any:
     """Delete a conversation. Its responses stay."""
     await find_conversation(context, services, name)
-    services.responses.delete(name, context.tenant)
+    await _delete(context, services, name)
     return {"id": name, "object": "conversation.deleted", "deleted": True}
 
 
@@ -443,7 +449,7 @@ def _store(context: RequestContext, services: Services, name: str, body: bytes, 
     """Store a conversation. Raises ApiError 413 if it is larger than a key may store."""
     data = _encode(items)
     if not services.responses.fits(context.tenant, body, data):
-        sentence = f"the items of the conversation would have {len(data)} bytes, more than one entry may have; delete_conversation items"
+        sentence = f"the items of the conversation would have {len(data)} bytes, more than one entry may have; delete items of the conversation"
         raise ApiError(413, sentence, "items")
     services.responses.put(name, context.tenant, body, data)
 

@@ -172,6 +172,53 @@ async def test_a_full_disk_loses_files_and_no_request(
     assert await store.find("resp_1", "t") is not None
 
 
+def refuse_to_unlink(path: Path, missing_ok: bool = False) -> None:
+    raise OSError(30, "Read-only file system")
+
+
+async def test_an_entry_that_cannot_be_deleted_is_not_reported_as_deleted(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store()
+    store.put("resp_1", "t", DONE, b"[]")
+    wait_until_written(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse_to_unlink)
+        assert not await store.delete_file("resp_1", "t")
+    assert await store.find("resp_1", "t") is not None
+    assert await store.delete_file("resp_1", "t")
+    assert await store.find("resp_1", "t") is None
+    assert len(open_store()) == 0
+
+
+async def test_an_evicted_entry_that_cannot_be_deleted_does_not_come_back(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(entries=1)
+    store.put("resp_1", "t", DONE, b"[]")
+    wait_until_written(store)
+    monkeypatch.setattr(Path, "unlink", refuse_to_unlink)
+    store.put("resp_2", "t", DONE, b"[]")
+    wait_until_written(store)
+    assert await store.find("resp_1", "t") is None
+    assert await store.find("resp_2", "t") is not None
+
+
+def test_failures_are_logged_once_until_a_write_succeeds(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store()
+
+    def fail(path: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    for number in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", fail)
+            for name in range(3):
+                store.put(f"resp_{name}", "t", DONE, b"[]")
+                wait_until_written(store)
+        assert caplog.text.count("No space left on device") == number + 1
+        store.put("resp_3", "t", DONE, b"[]")
+        wait_until_written(store)
+
+
 def test_a_folder_for_all_users_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigurationError, match="open to other users; run chmod 700"):
