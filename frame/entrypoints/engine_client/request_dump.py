@@ -322,7 +322,10 @@ class DumpFiles:
         log.warning("log.request_dump: %s sequences from before the engine's crash are in %s", len(kept), self.folder)
 
     def check_age(self) -> None:
-        """End a file after its share of the age, and remove old files."""
+        """End a file after its share of the age, or one that was deleted, and remove old files."""
+        if self._file is not None and os.fstat(self._file).st_nlink == 0:
+            log.warning("log.request_dump: the file in %s was deleted; the next sequences go into a new one", self.folder)
+            self.close()
         if self._file is not None and time.time() - self._opened > self._max_age / PARTS:
             self.close()
         self._remove_old()
@@ -336,7 +339,12 @@ class DumpFiles:
         """A new file with these lines, or none. Raises OSError."""
         self._number += 1
         name = f"{kind}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{self._number:05d}.jsonl"
-        file = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            file = os.open(self.folder / name, flags, 0o600)
+        except FileNotFoundError:  # the folder was deleted
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = os.open(self.folder / name, flags, 0o600)
         try:
             _write_whole(file, self._head + lines)
         except OSError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from frame.interfaces.tracing import Span, TraceParent, Tracer, TracerContext
 from frame.plugins.tracers import JsonLinesOptions
 
 _log = logging.getLogger(__name__)
+
+LOOK = 5.0  # seconds between two checks whether the file was deleted
 
 
 class LineSpan(Span):
@@ -44,6 +47,7 @@ class JsonLinesTracer(Tracer):
         self._epoch = time.time_ns() - time.perf_counter_ns()
         self._lock = threading.Lock()
         self._has_failed = False  # the last line
+        self._next_look = time.monotonic() + LOOK
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file: Any = self._path.open("ab", buffering=0)
@@ -88,6 +92,7 @@ class JsonLinesTracer(Tracer):
             if self._file is None:
                 return
             try:
+                self._replace_deleted()
                 if self._file.tell() + len(data) > self._max_bytes:
                     with contextlib.suppress(FileNotFoundError):  # the one after it could not be opened
                         self._path.replace(f"{self._path}.1")
@@ -99,6 +104,17 @@ class JsonLinesTracer(Tracer):
                 if not self._has_failed:
                     _log.warning("spans are not written: %s: %s", self._path, failure.strerror)
                 self._has_failed = True
+
+    def _replace_deleted(self) -> None:
+        """Open a new file where the file or its folder was deleted. Raises OSError."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            _log.warning("%s was deleted; the next spans go into a new file", self._path)
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file, self._file = self._file, self._path.open("ab", buffering=0)
+            file.close()
 
     def _append(self, data: bytes) -> None:
         """Write a line, or take back the part that a full disk took. Raises OSError."""

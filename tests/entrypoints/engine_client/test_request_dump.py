@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,14 +99,32 @@ def test_a_folder_that_is_gone_harms_no_request(tmp_path: Path, caplog: pytest.L
     folder.mkdir()
     client.stats.dump = dump = open_dump(folder)
     folder.rmdir()
+    folder.write_text("in its place")
     with caplog.at_level(logging.WARNING):
         for number in range(5):
             finish(client, f"r{number}", 5)
         dump.close()
     assert dump.dropped == 5
     sentence = next(record.message for record in caplog.records if "not recorded" in record.message)
-    assert sentence.endswith("cannot be written (No such file or directory)")
+    assert sentence.endswith("cannot be written (Not a directory)")
     assert client.stats.finished == {"stop": 5}
+
+
+def test_a_deleted_folder_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = DumpFiles(tmp_path / "dump", HEAD, max_bytes=80_000, max_age=3600)
+    files.write(b"a\n")  # makes the folder
+    files.check_age()
+    files.write(b"b\n")
+    assert [path.read_bytes() for path in (tmp_path / "dump").iterdir()] == [HEAD + b"a\nb\n"]
+    shutil.rmtree(tmp_path / "dump")
+    with caplog.at_level(logging.WARNING):
+        files.check_age()
+        files.check_age()
+    files.write(b"c\n")
+    files.close()
+    assert caplog.text.count("was deleted") == 1
+    assert [path.read_bytes() for path in (tmp_path / "dump").iterdir()] == [HEAD + b"c\n"]
+    assert (tmp_path / "dump").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_backlog_is_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

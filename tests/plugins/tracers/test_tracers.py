@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import shutil
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +19,7 @@ from frame.core.errors import ConfigurationError
 from frame.interfaces.tracing import TraceParent, TracerContext
 from frame.plugins.loader import load_registry
 from frame.plugins.tracers import JsonLinesOptions
-from frame.plugins.tracers.json_lines import JsonLinesTracer
+from frame.plugins.tracers.json_lines import LOOK, JsonLinesTracer
 from frame.plugins.tracers.otlp import OtlpTracer
 from frame.testing import conformance
 
@@ -142,6 +144,19 @@ def test_spans_are_written_again_after_a_new_file_could_not_be_opened(tmp_path: 
     tracer.start_span("after", []).end({})
     tracer.close()
     assert [json.loads(line)["name"] for line in tracer._path.read_text().splitlines()] == ["after"]
+
+
+def test_a_deleted_folder_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    tracer, monotonic = JsonLinesTracer(TracerContext(), JsonLinesOptions(folder=str(tmp_path / "traces"))), time.monotonic
+    tracer.start_span("before", []).end({})
+    shutil.rmtree(tmp_path / "traces")
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + LOOK)
+    for name in ("after", "later"):
+        tracer.start_span(name, []).end({})
+    tracer.close()
+    assert [json.loads(line)["name"] for line in tracer._path.read_text().splitlines()] == ["after", "later"]
+    assert (tmp_path / "traces").stat().st_mode & 0o777 == 0o700
+    assert caplog.text.count("was deleted") == 1
 
 
 def test_a_clients_text_loses_no_other_span() -> None:
