@@ -37,7 +37,12 @@ class BlockFiles:
         self._identity = blake2b(identity.encode(), digest_size=32).digest()
         self.file_bytes = _HEADER.size + block_bytes
         self.path = folder / self._identity[:16].hex()  # blocks of another model are in another one
-        _make_private(folder)
+        self._folder = folder
+        self._make_folders()
+
+    def _make_folders(self) -> None:
+        """Other threads and processes may make them at the same time. Raises ConfigurationError."""
+        _make_private(self._folder)
         _make_private(self.path, follow_symlinks=False)
 
     def write_block(self, key: bytes, block: memoryview) -> None:
@@ -49,13 +54,14 @@ class BlockFiles:
             try:
                 _write_file(temporary, (memoryview(header), block))
             except FileNotFoundError:  # the folder was removed meanwhile
-                self.path.mkdir(mode=0o700)
+                self._make_folders()
                 _write_file(temporary, (memoryview(header), block))
             temporary.replace(target)
-        except OSError as error:
+        except (OSError, ConfigurationError) as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-            raise BlockError(f"the disk tier cannot write a block to {self.path}: {error.strerror}") from error
+            why = error.strerror if isinstance(error, OSError) else error
+            raise BlockError(f"the disk tier cannot write a block to {self.path}: {why}") from error
 
     def read_block(self, key: bytes, block: memoryview) -> None:
         """Read the file of a block. Raises BlockError for one that is missing or has changed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 from frame.core.errors import ConfigurationError
 from frame.host.interpreter import child_environment
 from frame.plugins.kv_tiers import block_files
+from frame.plugins.kv_tiers.threaded_tier import BlockError
 from frame.testing.kv_tier.rig import Rig, make_keys
 from tests.plugins.kv_tiers.tier_rig import make_disk, wait_for_index
 
@@ -368,3 +370,34 @@ def test_no_more_is_matched_than_can_be_loaded(tmp_path: Path) -> None:
         assert 0 < count < 8
         rig.load_all(keys[:count])
         rig.load_all(keys[count : 2 * count])
+
+
+def test_a_deleted_folder_is_made_again_by_threads_at_once(tmp_path: Path) -> None:
+    blocks = block_files.BlockFiles(tmp_path / "a/tier", "model", 16)
+    shutil.rmtree(tmp_path / "a")
+    keys, errors, start = make_keys(8), list[Exception](), threading.Barrier(8)
+
+    def write(key: bytes) -> None:
+        start.wait(20)
+        try:
+            blocks.write_block(key, memoryview(bytes(16)))
+        except BlockError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(key,)) for key in keys]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not errors
+    assert set(files(tmp_path)) == {key.hex() for key in keys}
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path / "a/tier", blocks.path)] == [0o700, 0o700]
+
+
+def test_a_link_in_place_of_the_deleted_folder_is_not_followed(tmp_path: Path) -> None:
+    blocks = block_files.BlockFiles(tmp_path / "tier", "model", 16)
+    blocks.path.rmdir()
+    blocks.path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BlockError, match="cannot use the folder"):
+        blocks.write_block(make_keys(1)[0], memoryview(bytes(16)))
+    assert not (tmp_path / "elsewhere").exists()
