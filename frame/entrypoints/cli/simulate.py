@@ -15,6 +15,7 @@ from frame.entrypoints.cli.options import OUTPUT_FILE, ParsedType, config_comman
 from frame.entrypoints.configuration.sources import LoadedConfig
 
 MAX_REQUESTS = 10_000_000
+MAX_SHARED_TOKENS = 1 << 26  # of the prefixes of all groups, which are in memory
 
 
 def parse_span(text: str) -> tuple[int, int]:
@@ -73,11 +74,14 @@ def command(
         raise ConfigError(f"{flag} describes drawn requests, and --dump brings its own; leave one out")
     if dump is None and (rate or 1.0) * duration > MAX_REQUESTS:
         raise ConfigError(f"--rate and --duration give more than {MAX_REQUESTS:,} requests; lower one of them")
+    if shared * groups > MAX_SHARED_TOKENS:
+        raise ConfigError(f"--shared-prefix and --prefix-groups give more than {MAX_SHARED_TOKENS:,} tokens; lower one of them")
     simulation = Simulation.build(loaded.config, parse_cluster(machine), replicas, policy, seed)
     vocab_size = simulation.plan.resolved.model.vocab_size
     if dump is not None:
         arrivals = iter(read_arrivals(read_dump(dump), vocab_size, Arrivals(math.inf if rate is None else rate), seed))
     else:
+        _check_lengths(input_len[1], output_len[1], shared, simulation.plan.resolved.max_context)
         arrivals = Distribution(rate or 1.0, duration, input_len, output_len, shared, groups, burstiness).draw(vocab_size, seed)
     results = describe(simulation, machine, simulation.run(arrivals))
     if path is not None:
@@ -87,3 +91,10 @@ def command(
     click.echo(f"steps are bound by {row['bound']} ({row['time_of'][row['bound']]:.0%} of their time); replicas are busy {row['busy']:.0%}")
     for assumption in results["assumptions"]:
         click.echo(f"assumed: {assumption}", err=True)
+
+
+def _check_lengths(prompt: int, output: int, shared: int, max_context: int) -> None:
+    """Raises ConfigError for requests that the engine would refuse, before any is drawn."""
+    if prompt + output + shared > max_context:
+        parts = f"--input-len ({prompt}), --output-len ({output}) and --shared-prefix ({shared})"
+        raise ConfigError(f"{parts} give requests of more than {max_context} tokens, the maximum (--max-model-len); lower one of them")

@@ -208,3 +208,22 @@ def test_plans_are_ranked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert found["order"][0] == "--tp 2 --pp 1"  # measured: 413.8 against 251.6 tokens/s of one request
     assert set(found["plans"]) == {"--tp 1 --pp 1", "--tp 1 --pp 2", "--tp 2 --pp 1"}
     assert CliRunner().invoke(cli, ["plan", *model, "--hosts", "2"]).exit_code == 78
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--input-len", "100000000"], "--input-len"),
+        (["--output-len", "8:100000000"], "--output-len"),
+        (["--shared-prefix", "200000"], "--shared-prefix"),
+        (["--shared-prefix", "65536", "--prefix-groups", "65536"], "--prefix-groups"),
+    ],
+)
+def test_lengths_beyond_the_context_are_refused_before_prompts_are_drawn(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], named: str
+) -> None:
+    monkeypatch.setattr(Distribution, "draw", lambda *_: pytest.fail("prompts are drawn"))
+    model = ["--model", str(folder), "--skip-tokenizer-init"]
+    refused = CliRunner().invoke(cli, ["simulate", *model, "--machine", "h200", "--duration", "1", *flags])
+    assert refused.exit_code == 78
+    assert named in refused.output
