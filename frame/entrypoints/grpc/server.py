@@ -34,6 +34,8 @@ OPERATORS = frozenset({"Abort", "ServerInfo"})  # methods that need the admin ke
 MAX_CALLS_PER_CONNECTION = 256
 MAX_PENDING_CALLS = 32 * MAX_CALLS_PER_CONNECTION  # of all connections
 CLOSE_TIMEOUT = 0.5  # seconds in which running calls may send their last messages
+# Seconds after it in which connections may close. grpc waits 20 s for a client that does not read.
+SHUTDOWN_TIMEOUT = 1.0
 
 
 class GrpcServer:
@@ -81,7 +83,7 @@ class GrpcServer:
     async def stop(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        await self._server.stop(CLOSE_TIMEOUT)
+        await asyncio.wait({asyncio.ensure_future(self._server.stop(CLOSE_TIMEOUT))}, timeout=CLOSE_TIMEOUT + SHUTDOWN_TIMEOUT)
 
     async def _watch_health(self) -> None:
         while True:

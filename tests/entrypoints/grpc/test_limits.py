@@ -4,8 +4,10 @@ calls without a key, connections without calls. Other clients are served meanwhi
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from tests.entrypoints.grpc.raw_calls import (
     CONTINUATION,
     END_HEADERS,
     HEADERS,
+    PING,
     PREFACE,
     RST_STREAM,
+    SETTINGS,
     RawConnection,
     frame,
     head,
@@ -233,3 +237,21 @@ async def test_calls_with_many_metadata_are_refused_unread(tmp_path: Path, monke
         assert await count_tokens(address, "two")
         assert max(seen) <= calls.MAX_METADATA
         await hostile.close()
+
+
+async def test_a_client_that_does_not_read_does_not_delay_the_end() -> None:
+    def flood(address: str) -> socket.socket:
+        """A connection whose buffers are full of the server's replies to PINGs."""
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=1.0)
+        connection.sendall(PREFACE + frame(SETTINGS, 0, 0))
+        with suppress(TimeoutError):
+            while True:
+                connection.sendall(frame(PING, 0, 0, b"12345678") * 1000)
+        return connection
+
+    async with listening() as (_, address):
+        connection = await asyncio.to_thread(flood, address)
+        began = time.monotonic()
+    assert time.monotonic() - began < 10
+    connection.close()
