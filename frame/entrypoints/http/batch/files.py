@@ -268,18 +268,20 @@ class FileStore:
         """Return bytes that were reserved and not written."""
         self._bytes[tenant] -= size
 
-    def reserve_bytes(self, size: int, tenant: str) -> None:
-        """Add `size` bytes to the tenant's files. Raises StorageFullError."""
-        maximum, per_key = self._config.max_bytes, self._config.max_bytes_per_key
+    def reserve_bytes(self, size: int, file: FileObject) -> None:
+        """Add `size` bytes to a file that is written. Raises StorageFullError."""
+        maximum, per_key, tenant = self._config.max_bytes, self._config.max_bytes_per_key, file.tenant
         if tenant and self._bytes[tenant] + size > per_key:
+            others = self._bytes[tenant] - file.bytes
+            remedy = "delete some" if others else "send a smaller file"
             raise StorageFullError(
-                f"files of this key have {self._bytes[tenant]} of {per_key} bytes (batches.max_bytes_per_key), and {size} more do not fit;"
-                " delete some"
+                f"other files of this key have {others} of {per_key} bytes (batches.max_bytes_per_key), and the first"
+                f" {file.bytes + size} of this one do not fit; {remedy}"
             )
         if self.num_bytes + size > maximum:
             raise StorageFullError(
-                f"files have {self.num_bytes} of {maximum} bytes (batches.max_bytes), and {size} more do not fit; delete some,"
-                " or start the server with a larger --batch-max-bytes"
+                f"other files have {self.num_bytes - file.bytes} of {maximum} bytes (batches.max_bytes), and the first"
+                f" {file.bytes + size} of this one do not fit; delete some, or start the server with a larger --batch-max-bytes"
             )
         self._bytes[tenant] += size
 
@@ -339,7 +341,7 @@ class FileWriter:
         await asyncio.to_thread(self._write, piece)
 
     def _count(self, size: int) -> None:
-        self._store.reserve_bytes(size, self._file.tenant)
+        self._store.reserve_bytes(size, self._file)
         self._file.bytes += size
 
     def _write(self, piece: bytes) -> None:

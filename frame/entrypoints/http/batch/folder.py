@@ -36,6 +36,24 @@ _TOKEN = secrets.token_hex(8)  # of this process, in the names of files that it 
 _UNFINISHED = re.compile(r"(file|batch)-[0-9a-f]{32}\.json(l|\.[0-9a-f]{16})\.new")
 STALE = 3600.0  # seconds after which such a file is of a server that has ended
 
+
+class FailureLog:
+    """Logs each failure once until it is over. `key`: what failed."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._failed: set[str] = set()
+
+    def warn(self, key: str, sentence: str, *arguments: object) -> None:
+        if key not in self._failed:
+            self._log.warning(sentence, *arguments)
+        self._failed.add(key)
+
+    def clear(self, key: str) -> None:
+        """What failed has succeeded."""
+        self._failed.discard(key)
+
+
 Stamp = tuple[int, int]  # of a version of a file: when it was written, and its inode
 
 

@@ -23,7 +23,7 @@ import msgspec
 from frame.config.server_sections import BatchesSection
 from frame.entrypoints.engine_client.quotas import FairSemaphore
 from frame.entrypoints.http.batch.files import OUTPUT, FileStore, FileWriter, StorageFullError
-from frame.entrypoints.http.batch.folder import Claim, FolderReader
+from frame.entrypoints.http.batch.folder import Claim, FailureLog, FolderReader
 from frame.entrypoints.http.batch.lines import (
     BLOCK_BYTES,
     Endpoint,
@@ -124,14 +124,14 @@ class BatchJobRunner:
         self._config = config
         self._stopping = stopping
         self._reading = FairSemaphore(1)  # held while a thread reads a block of a file, or a long line
-        # By tenant: bounds its lines in memory, waiting ones included. There are as many entries as
-        # keys.
+        # By tenant, as many entries as keys: bounds its lines in memory, waiting ones included.
         self._lines: defaultdict[str, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, config.concurrency))
         self._running: defaultdict[str, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, MAX_RUNNING))  # likewise
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._claims: dict[str, Claim] = {}  # of the batches that this server runs
         self._reader = FolderReader(files.folder, "batch", _batch_decoder)
         self._refreshing = asyncio.Lock()
+        self._failures = FailureLog(log)
         self._batches: dict[str, BatchJob] = {}
         self._apply(self._reader.read_changes(), set())
         files.recover([batch.id for batch in self._list_running()])
@@ -145,13 +145,14 @@ class BatchJobRunner:
             try:
                 await self.files.refresh()
                 await self.refresh()
+                self._failures.clear("")
                 for batch in sorted(self._list_running(), key=lambda batch: batch.created_at):
                     if batch.id not in self._tasks and batch.id not in self._claims:
                         self._begin(batch)
                 for name in list(self._claims):
                     await self._save_running(self._batches[name])
             except OSError as error:
-                log.warning("the batch folder cannot be read: %s", error.strerror)
+                self._failures.warn("", "the batch folder cannot be read: %s", error.strerror)
             await asyncio.sleep(SCAN_INTERVAL)
 
     async def _save_running(self, batch: BatchJob) -> None:
@@ -296,8 +297,9 @@ class BatchJobRunner:
         try:
             self.files.save(batch.id, msgspec.json.encode(batch))
         except OSError as error:
-            log.warning("the state of %s was not saved: %s", batch.id, error.strerror)
+            self._failures.warn(batch.id, "the state of %s was not saved: %s", batch.id, error.strerror)
             return
+        self._failures.clear(batch.id)
         with suppress(OSError):
             self._cancel_path(batch.id).unlink(missing_ok=True)
         if (claim := self._claims.pop(batch.id, None)) is not None:
@@ -381,8 +383,7 @@ class BatchJobRunner:
             await asyncio.shield(self._save(batch))
 
     async def _reopen_outputs(self, batch: BatchJob, outputs: Outputs) -> set[str]:
-        """Add the output files that an owner before has begun. Returns the names of the lines in
-        them."""
+        """Add the output files that an owner before has begun. Returns the names of their lines."""
         await self.files.refresh()
         done: dict[Kind, set[str]] = {"output": set(), "error": set()}
         for kind, names in done.items():
@@ -469,8 +470,7 @@ class BatchJobRunner:
             await asyncio.sleep(0.0 if self._stopping() else ERROR_PAUSE)
 
     async def _parse_line(self, batch: BatchJob, line: bytes) -> tuple[str, bytes, str]:
-        """`parse_line` of a line; a long one takes a turn of the thread that reads. Raises
-        LineError."""
+        """`parse_line`; a long line takes a turn of the thread that reads. Raises LineError."""
         if len(line) <= BLOCK_BYTES:
             return parse_line(line, batch.endpoint)
         return await self._read_block(batch, partial(parse_line, line, batch.endpoint))

@@ -4,6 +4,7 @@ by the batch runner. Must not depend on the engine."""
 from __future__ import annotations
 
 import logging
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -44,8 +45,8 @@ class InvalidInputError(Exception):
 
 
 class LineReader:
-    """The lines of a file with at most `max_requests` lines and as many empty ones. A context
-    manager; the file is opened by the first read."""
+    """The lines of a file with at most `max_requests` lines and as many empty ones, after a byte
+    order mark if there is one. A context manager; the file is opened by the first read."""
 
     def __init__(self, path: Path, max_requests: int) -> None:
         self._path = path
@@ -69,6 +70,8 @@ class LineReader:
                 self._file = open(self._path, "rb", opener=private)  # noqa: SIM115 - closed by `__exit__`
             except FileNotFoundError:
                 raise InvalidInputError("its input file has been deleted; upload it again") from None
+            if self._file.read(len(BOM_UTF8)) != BOM_UTF8:
+                self._file.seek(0)
         block = self._file.read(BLOCK_BYTES)
         if not block and not self._rest:
             return None

@@ -3,6 +3,7 @@ restart, and the batch says why it ended."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -15,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from frame.entrypoints.http.batch import files
-from frame.entrypoints.http.batch.files import FileObject, FileStore, FileWriter
+from frame.entrypoints.http.batch import files, jobs
+from frame.entrypoints.http.batch.files import FileObject, FileStore, FileWriter, StorageFullError
 from frame.entrypoints.http.batch.jobs import BatchJob
 from tests.entrypoints.http.batch.test_jobs import CHAT, Server, file_ids, wait_for
 
@@ -256,3 +257,60 @@ async def test_an_input_that_is_deleted_after_its_check_ends_the_batch(tmp_path:
     batch = await server.over(await server.begin(3))
     assert (batch.status, server.asked, caplog.text) == ("failed", [], "")
     assert batch.error == "its input file has been deleted; upload it again; no request finished; create it again"
+
+
+async def test_a_folder_that_is_gone_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jobs, "SCAN_INTERVAL", 0.001)
+    server, looks = Server(tmp_path, 10**6), 0
+
+    async def refresh(name: str | None = None) -> None:
+        nonlocal looks
+        looks += 1
+        if looks % 10:  # readable at each tenth
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(server.runner.files, "refresh", refresh)
+    async with server.watching():
+        await wait_for(lambda: looks >= 19)
+    assert caplog.text.count("the batch folder cannot be read: No such file or directory") == 2
+
+
+async def test_a_state_that_is_not_saved_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jobs, "SCAN_INTERVAL", 0.001)
+    server, disk = Server(tmp_path, 10**6), BrokenDisk(monkeypatch, errno.ENOSPC)
+    server.gate.clear()
+    batch = await begin(server, 2)
+    await wait_for(lambda: server.asked)
+    disk.room["metadata"] = 0
+    server.gate.set()
+    await server.over(batch)
+    async with server.watching():
+        await asyncio.sleep(0.1)
+    assert caplog.text.count(f"the state of {batch.id} was not saved") == 1
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    server = Server(tmp_path, 10**6)
+    line = json.dumps({"custom_id": "a", "url": CHAT, "body": {}}).encode()
+    card = await server.runner.files.create(b"\xef\xbb\xbf" + line, "in.jsonl", "batch", "")
+    batch = await server.over(await server.runner.start(card.id, CHAT, None, ""))
+    assert (batch.status, batch.completed) == ("completed", 1)
+
+
+async def test_a_refused_file_is_not_among_those_that_fill_the_quota(tmp_path: Path) -> None:
+    store = Server(tmp_path, 3000, max_bytes_per_key=2000).runner.files
+    for size, sentence in (
+        (600, "other files of this key have 0 of 2000 bytes .*, and the first 2400 of this one do not fit; send a smaller file"),
+        (300, "other files of this key have 1200 of 2000 bytes .*, and the first 900 of this one do not fit; delete some"),
+    ):
+        output = await store.open_writer("a", "batch", "key")
+        with pytest.raises(StorageFullError, match=sentence):
+            for _ in range(4):
+                await output.write(b"x" * size)
+        output.abandon()
+        if not store.list_files("key"):
+            await store.create(b"x" * 1200, "a", "batch", "key")
