@@ -186,7 +186,7 @@ def replay_events(body: dict[str, Any]) -> bytes:
     tools = [tool_of(item, "output") for item in body["output"] if item["type"] in CALLS]
     compacts = any(item["type"] == "compaction" for item in body["output"])
     writer = EventWriter(body["id"], {tool.function: tool for tool in tools}, compacts)
-    begun = body | {"status": "in_progress", "completed_at": None, "incomplete_details": None, "output": [], "usage": None}
+    begun = body | {"status": "in_progress", "completed_at": None, "error": None, "incomplete_details": None, "output": [], "usage": None}
     events = [writer.write_event("created", response=begun), writer.write_event("in_progress", response=begun)]
     for place, item in enumerate(body["output"]):
         block = _block(place, item)

@@ -98,10 +98,10 @@ class ResponseStore:
 
     `max_entries`, `max_bytes`: bounds of all entries; 0 entries turn the store off. `ttl`: seconds.
     `share`: the part of both bounds that one tenant may fill (0 to 1). A new entry evicts the
-    oldest ones of its own tenant, running responses last. When all tenants together exceed the bounds, the tenant that
-    holds the most loses its oldest entry, so a large user never evicts a small one. The items of
-    one entry are bounded as a request body is, by `max_items_bytes` and by their number of JSON
-    values, because requests decode them. `files`: what outlives the server.
+    oldest ones of its own tenant, running responses last. When all tenants together exceed the
+    bounds, the tenant that holds the most loses its oldest entry, so a large user never evicts a
+    small one. The items of one entry are bounded as a request body is, by `max_items_bytes` and by
+    their number of JSON values, because requests decode them. `files`: what outlives the server.
     """
 
     def __init__(

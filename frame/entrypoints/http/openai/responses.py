@@ -87,7 +87,10 @@ async def _prepare(context: RequestContext, services: Services, request: Respons
         history = (await find_conversation(context, services, conversation, "conversation")).decode_items()
     elif request.previous_response_id:
         previous, remedy = request.previous_response_id, "send the conversation as input"
-        history = (await find_response(context, services, previous, "previous_response_id", remedy)).decode_items()
+        stored = await find_response(context, services, previous, "previous_response_id", remedy)
+        if stored.is_running:
+            raise ApiError(400, f"the response {previous} is in progress; wait for its end", "previous_response_id")
+        history = stored.decode_items()
     items = await _without_references(context, services, history, request.items())
     tools = request.collect_tools(history, items)
     context.ignored += (*tools.dropped, *(["context_management"] if request.context_management else []))
@@ -449,7 +452,7 @@ def _store(context: RequestContext, services: Services, name: str, body: bytes, 
     """Store a conversation. Raises ApiError 413 if it is larger than a key may store."""
     data = _encode(items)
     if not services.responses.fits(context.tenant, body, data):
-        sentence = f"the items of the conversation would have {len(data)} bytes, more than one entry may have; delete items of the conversation"
+        sentence = f"the items of the conversation would have {len(data)} bytes, more than one entry may have; delete items of it"
         raise ApiError(413, sentence, "items")
     services.responses.put(name, context.tenant, body, data)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 
 from frame.entrypoints.http.openai import response_store
+from frame.entrypoints.http.openai.response_objects import replay_events
 from frame.entrypoints.http.openai.response_store import OVERHEAD, EventLog, ResponseStore
 from frame.entrypoints.http.protocol.bodies import MAX_NODES
 from tests.entrypoints.inprocess import serving
@@ -225,6 +227,28 @@ async def test_a_cancelled_response_stays_cancelled() -> None:
             found = await server.request("GET", name)
             assert found.status == 404 if is_deleted else found.json()["status"] == "cancelled"
             assert not server.services.responses._cancelled
+
+
+async def test_a_response_in_progress_has_no_items_for_the_next_one() -> None:
+    request = {"model": "frame-tiny", "input": "hi", "max_output_tokens": 4}
+    async with serving() as server:
+        await server.services.client.send_command("pause")
+        first = (await server.post("/v1/responses", request | {"background": True})).json()
+        refused = await server.post("/v1/responses", request | {"previous_response_id": first["id"]})
+        assert (refused.status, refused.json()["error"]["param"]) == (400, "previous_response_id")
+        assert "is in progress; wait for its end" in refused.json()["error"]["message"]
+        await server.services.client.send_command("resume")
+        for _ in range(1000):
+            if (await server.request("GET", f"/v1/responses/{first['id']}")).json()["status"] != "in_progress":
+                break
+            await asyncio.sleep(0.01)
+        assert (await server.post("/v1/responses", request | {"previous_response_id": first["id"]})).status == 200
+
+
+def test_a_replayed_failed_response_begins_without_its_error() -> None:
+    body = {"id": "resp_1", "status": "failed", "error": {"code": "server_error", "message": "it failed"}, "output": []}
+    events = [json.loads(event.partition(b"data: ")[2]) for event in replay_events(body).split(b"\n\n")[:-1]]
+    assert [event["response"]["error"] for event in events] == [None, None, body["error"]]
 
 
 def test_a_response_that_finishes_after_its_cancellation_keeps_its_items() -> None:
