@@ -21,6 +21,7 @@ from tests.entrypoints.serving import RunningServer
 from tests.tiny_whisper import make_whisper
 
 WEATHER: dict[str, Any] = {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": WEATHER_SCHEMA}
+BAD_TOOL = {"type": "function", "name": "f", "parameters": {"type": "thing"}}
 QUESTION: Any = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "What is 2 + 5?"}]}
 WHISPER = "whisper"
 
@@ -161,7 +162,15 @@ def test_a_response_is_cancelled(server: RunningServer, connection: Any) -> None
         ({"type": "response.create", "response": {"max_output_tokens": 0}}, "response.max_output_tokens", "1 or more"),
         ({"type": "response.create"}, "conversation", "empty"),
         ({"type": "session.update", "session": {"type": "transcription"}}, "session.type", "serves sessions of the type realtime"),
-        ({"type": "session.update", "session": {"model": "gpt-realtime"}}, "model", "does not exist"),
+        ({"type": "session.update", "session": {"model": "gpt-realtime"}}, "session.model", "does not exist"),
+        ({"type": "session.update", "session": {"reasoning": {"effort": "huge"}}}, "session.reasoning.effort", "it must be one of"),
+        ({"type": "session.update", "session": {"tools": [BAD_TOOL]}}, "session.tools[0].parameters.type", "it must be one of"),
+        (
+            {"type": "session.update", "session": {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}},
+            "session.tool_choice",
+            "which is not among tools",
+        ),
+        ({"type": "response.create", "response": {"tool_choice": "required"}}, "response.tool_choice", "there are no tools"),
         ({"type": "session.update", "session": {"audio": {"output": {"voice": "x"}}}}, "session.audio.output", "makes no speech"),
         (
             {"type": "session.update", "session": {"audio": {"input": {"turn_detection": {"type": "server_vad"}}}}},
@@ -253,7 +262,7 @@ def test_a_transcription_without_a_language(whisper: RunningServer) -> None:
         connection.input_audio_buffer.commit()
         assert collect(connection, "conversation.item.input_audio_transcription.completed")[-1].usage.seconds == 1.0
         for update, param in (
-            ({"audio": {"input": {"transcription": {"model": "whisper-1"}}}}, "model"),
+            ({"audio": {"input": {"transcription": {"model": "whisper-1"}}}}, "session.audio.input.transcription.model"),
             ({"audio": {"input": {"transcription": {"delay": "low"}}}}, "session.audio.input.transcription.delay"),
             ({"audio": {"input": {"format": {"type": "audio/pcmu"}}}}, "session.audio.input.format.type"),
             ({"instructions": "x"}, "session.instructions"),

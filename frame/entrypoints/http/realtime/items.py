@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from frame.entrypoints.http.chat.constraints import rename_error_params, resolve_tools
+from frame.entrypoints.http.chat.constraints import check_schemas, rename_error_params, resolve_tools
 from frame.entrypoints.http.chat.request_fields import check_object
+from frame.entrypoints.http.chat.thinking_fields import check_effort
 from frame.entrypoints.http.errors import ApiError, quoted
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.bodies import MAX_MESSAGES
@@ -169,10 +170,20 @@ def check_generation(fields: GenerationFields, place: str) -> None:
     if isinstance(fields.max_output_tokens, int) and fields.max_output_tokens < 1:
         raise ApiError(400, f"{place}max_output_tokens must be 1 or more, or inf", f"{place}max_output_tokens")
     check_names(fields.reasoning or {}, ("effort",), f"{place}reasoning.")
+    if (effort := (fields.reasoning or {}).get("effort")) is not None:
+        check_effort(effort, f"{place}reasoning.effort")
     tools = [_to_chat_tool(tool, f"{place}tools[{number}]") for number, tool in enumerate(fields.tools or ())]
     with rename_error_params({".function": "", "tools": f"{place}tools"}):
         resolve_tools(tools, None, None)
+    check_schemas((tool["function"].get("parameters"), f"{place}tools[{number}].parameters") for number, tool in enumerate(tools))
     _to_chat_choice(fields.tool_choice, f"{place}tool_choice")
+
+
+def check_choice(settings: Mapping[str, Any], place: str) -> None:
+    """Raise ApiError 400 for a tool choice, sent as `place`, that the tools do not allow."""
+    tools = [_to_chat_tool(tool, f"tools[{number}]") for number, tool in enumerate(settings.get("tools") or ())]
+    with rename_error_params({"tool_choice": place}):
+        resolve_tools(tools, _to_chat_choice(settings.get("tool_choice"), place), None)
 
 
 def _to_chat_tool(tool: Mapping[str, Any], place: str) -> dict[str, Any]:

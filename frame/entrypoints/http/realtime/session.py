@@ -25,6 +25,7 @@ from frame.entrypoints.http.realtime.items import (
     RealtimeChat,
     RealtimeInputChat,
     check_amount,
+    check_choice,
     check_generation,
     check_item,
     merge,
@@ -145,8 +146,7 @@ class RealtimeSession:
             name = self._services.resolved.served_name
             sentence = f"session.type is {fields.type}; the model {name!r} serves sessions of the type {self._type}"
             raise ApiError(400, sentence, "session.type")
-        tenant = self._context.tenant
-        self._services.check_model(fields.model or "", tenant)
+        self._check_model(fields.model, "session.model")
         check_generation(fields, "session.")
         audio = self._audio
         if self._buffer is None:
@@ -154,13 +154,22 @@ class RealtimeSession:
         else:
             schema.check_transcription_fields(fields)
             audio = audio.update(fields.audio)
-            self._services.check_model(audio.transcription.model or "", tenant)
+            self._check_model(audio.transcription.model, "session.audio.input.transcription.model")
         merged = self._fields.model_copy(update={name: getattr(fields, name) for name in fields.model_fields_set - {"type", "audio"}})
+        if merged.tools:  # others may come later, or with a response
+            check_choice(merged.model_dump(), "session.tool_choice")
         size = len(msgspec.json.encode(merged.model_dump())) + len(msgspec.json.encode(audio.model_dump()))
         self._context.hold(size)
         self._context.release(self._settings_size)
         self._fields, self._audio, self._settings_size = merged, audio, size
         await self.send("session.updated", session=self._describe())
+
+    def _check_model(self, name: str | None, place: str) -> None:
+        """Raise ApiError 404, with the name of the field, for a model that is not served."""
+        try:
+            self._services.check_model(name or "", self._context.tenant)
+        except ApiError as error:
+            raise ApiError(error.status, error.message, place, error.code) from None
 
     def _describe(self) -> dict[str, Any]:
         """The session object."""
@@ -214,6 +223,7 @@ class RealtimeSession:
         kind, place = (RealtimeChat, "conversation") if fields.input is None else (RealtimeInputChat, "response.input")
         check_amount(items, sum(map(self._conversation.measure, items)), self._context.max_body, place)
         settings = merge(self._fields, fields)
+        check_choice(settings, "session.tool_choice" if fields.tool_choice is None else "response.tool_choice")
         response = TextResponse(settings, fields.metadata, None if fields.conversation == "none" else self._conversation)
         chat = to_chat(settings, items, self._fields.model or "", response.id, kind)
         self._response = response
