@@ -22,7 +22,12 @@ class ConfigError(ConfigurationError):
 
 
 class CheckpointError(ConfigurationError):
-    """A checkpoint's files are missing, unreadable or invalid."""
+    """A checkpoint's files are missing, unreadable or invalid. `sentence`: without the `remedy`,
+    which is for files."""
+
+    def __init__(self, sentence: str, remedy: str = "") -> None:
+        super().__init__(f"{sentence}: {remedy}" if remedy else sentence)
+        self.sentence, self.remedy = sentence, remedy
 
 
 class PluginError(ConfigurationError):

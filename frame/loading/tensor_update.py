@@ -259,7 +259,9 @@ class TensorUpdates:
         try:
             for each in self._require_models():
                 each.check(part.tensors, is_whole=order.is_last and not order.is_partial)
-        except ConfigurationError:
+        except ConfigurationError as error:
+            if isinstance(error, CheckpointError) and error.remedy:  # for files
+                raise CheckpointError(error.sentence, "send the tensors of the model that is served") from error
             raise
         except Exception as error:
             raise CheckpointError(

@@ -9,6 +9,7 @@ which starts again with the weights that it served, or holds its requests. Must 
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 GRACE = 5.0  # seconds after `timeout` in which a rendezvous ends by itself
 LOOK = 0.1  # seconds between two looks at a rendezvous
 MAX_CHANNELS = 16  # a trainer of pipeline stages has one for each; nothing else closes those of killed trainers
+MAX_TENSOR_BYTES = 1 << 40  # of a tensor of a part; torch reports a size that overflows without the name
 JOINING = "the rendezvous with the trainer goes on"  # what a rank says of one that has not ended
 
 Beat = Callable[[], object]
@@ -362,6 +364,9 @@ def require_part(command: TransferCommand) -> TransferPart:
             raise Refusal(f"{tensor.name} has the dtype {tensor.dtype[:50]!r}; the dtypes are {', '.join(TRANSFER_DTYPES)}", "invalid")
         if any(size < 0 for size in tensor.shape):
             raise Refusal(f"{tensor.name} has the shape {list(tensor.shape)}, with a negative size", "invalid")
+        if (size := math.prod(max(1, each) for each in tensor.shape) * TRANSFER_DTYPES[tensor.dtype]) > MAX_TENSOR_BYTES:
+            sentence = f"{tensor.name} has the shape {list(tensor.shape)[:8]}, of {size} bytes; a tensor may have {MAX_TENSOR_BYTES}"
+            raise Refusal(sentence, "invalid")
         if tensor.name in names:
             raise Refusal(f"the part names {tensor.name} twice", "invalid")
         names.add(tensor.name)

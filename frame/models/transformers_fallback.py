@@ -388,11 +388,11 @@ def _check_loading(report: dict[str, Any]) -> None:
     if wrong:
         name, stored, expected = wrong[0]
         raise CheckpointError(
-            f"{name} has the shape {list(stored)}, but {list(expected)} is expected: check that config.json belongs to this checkpoint."
+            f"{name} has the shape {list(stored)}, but {list(expected)} is expected", "check that config.json belongs to this checkpoint."
         )
     if missing:
         raise CheckpointError(f"the checkpoint lacks {missing[0]} ({len(missing)} parameters in all): check that it is complete.")
     if unexpected:
         raise CheckpointError(
-            f"the checkpoint holds {unexpected[0]}, which the model does not have: check that config.json belongs to this checkpoint."
+            f"the checkpoint holds {unexpected[0]}, which the model does not have", "check that config.json belongs to this checkpoint."
         )

@@ -233,6 +233,7 @@ def test_malformed_parts() -> None:
         ([], "names no tensors"),
         ([{**SPEC, "dtype": "complex64"}], "a has the dtype 'complex64'"),
         ([{**SPEC, "shape": [-1]}], "with a negative size"),
+        ([{**SPEC, "shape": [2**40, 2**40]}], "a has the shape [1099511627776, 1099511627776], of"),
         ([SPEC, SPEC], "names a twice"),
         ([{"name": 1}], "the command is malformed"),
     ):

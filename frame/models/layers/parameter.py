@@ -150,14 +150,14 @@ class ShardedParameter(nn.Parameter):
         shard = self.sources[name]
         if tuple(tensor.shape) != shard.shape and not (self.rule.scalar and tuple(tensor.shape) == (1,)):
             raise CheckpointError(
-                f"{name} has the shape {list(tensor.shape)}, but {list(shard.shape)} is expected: "
-                "check that config.json belongs to this checkpoint."
+                f"{name} has the shape {list(tensor.shape)}, but {list(shard.shape)} is expected",
+                "check that config.json belongs to this checkpoint.",
             )
         value = tensor[shard.read] if shard.read else tensor[...]
         expected = self.stored_dtype
         if value.dtype.is_floating_point != expected.is_floating_point or (value.dtype in _FP8 and expected != value.dtype):
             raise CheckpointError(
-                f"{name} is stored as {_kind(value.dtype)}, but {_kind(expected)} is expected: choose the weight format that reads it."
+                f"{name} is stored as {_kind(value.dtype)}, but {_kind(expected)} is expected", "choose the weight format that reads it."
             )
         self.allocate()
         self.write(shard, value.reshape(()) if self.rule.scalar else shard.repeat_entries(value))
@@ -220,7 +220,7 @@ def load_parameters(module: nn.Module, weights: Iterable[tuple[str, LazyTensor]]
             done.add(name)
         elif skip is None or not skip.match(name):
             raise CheckpointError(
-                f"the checkpoint holds {name}, which the model does not have: check that config.json belongs to this checkpoint."
+                f"the checkpoint holds {name}, which the model does not have", "check that config.json belongs to this checkpoint."
             )
     return done | {name for name, parameter in parameters.items() if isinstance(parameter, ShardedParameter) and not parameter.pending}
 
