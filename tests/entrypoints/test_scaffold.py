@@ -16,17 +16,23 @@ import pytest
 from frame.core.errors import ConfigurationError
 from frame.entrypoints.tools.scaffold import write_plugin
 from frame.interfaces.kinds import KINDS
+from frame.testing.conformance import run_suite
 from tests.entrypoints.fork_server import run_forked
+from tests.testing.generated import write_scaffold
 
 ROOT = Path(__file__).parents[2]
 
 # Checks that a written plugin skips: what its template does not offer.
 SKIPPED = {
-    "adapter": 5,  # invocations, ranks of single layers, stacked experts, one rank and scale, one kind of deltas
-    "collective": 3,  # capture in a graph; sends that return at once; sums of one order
+    "adapter": 7,  # invocations, ranks of single layers, stacked experts, one rank and scale, one kind of deltas
+    "collective": 5,  # capture in a graph; sends that return at once; sums of one order
     "gemm_kernel": 3,  # gated products, in each dtype
-    "kv_tier": 6,  # files, restarts, blocks that were removed
-    "weight_transfer": 3,  # trainers that join
+    "grammar_backend": 1,  # two kinds of one source
+    "kv_tier": 8,  # files, restarts, blocks that were removed
+    "prefix_cache": 1,  # an eviction policy
+    "sampler": 2,  # top_k
+    "tool_call_parser": 1,  # other forms of arguments than JSON
+    "weight_transfer": 4,  # trainers that join
     "model": 2,  # transformers does not have it
     "platform": 17,  # streams, events, graphs, releases of memory, the allocators of device and host; calls that wait for it
     "weight_format": 8,  # rounded weights of a checkpoint, scales in float32, scales of another form
@@ -87,6 +93,22 @@ def run_with(installed: Path, *arguments: str) -> str:
     done = run_forked([sys.executable, *arguments], paths=[str(installed)], with_frame=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+# Kinds whose whole suite takes a few seconds.
+QUICK = (
+    *("cli_command", "drafter", "key_store", "launcher", "logits_processor"),
+    *("modality", "pooler", "stat_logger", "weight_format", "weight_transfer"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", QUICK)
+def test_what_is_written_passes_its_whole_suite(kind: str) -> None:
+    """A check that is added to a suite holds for the template of its kind too."""
+    outcomes = run_suite(write_scaffold(kind))
+    assert outcomes
+    assert [outcome for outcome in outcomes if outcome.result == "failed"] == []
 
 
 @pytest.fixture(scope="module")
