@@ -165,6 +165,7 @@ def unchanged_process(what: str) -> Iterator[None]:
     yield
     after = _read_process_state()
     os.chdir(folder)
+    _restore_torch_defaults(before["defaults of torch"])
     after["threads that keep it alive"] |= before["threads that keep it alive"]  # those of others may end
     changed = [name for name in before if before[name] != after[name]]
     assert not changed, f"{what} the process's {' and '.join(changed)}"
@@ -180,16 +181,41 @@ def _read_process_state() -> dict[str, Any]:
         "garbage collection": gc.isenabled(),
         "working folder": Path.cwd(),
         "environment": dict(os.environ),
+        "defaults of torch": _read_torch_defaults(),
     }
 
 
+def _read_torch_defaults() -> tuple[Any, ...]:
+    """Those that another plugin's tensors depend on; none where torch is not imported."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_default_dtype"):
+        return ()
+    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled())
+    device = torch.tensor(0).device.type
+    return torch.get_default_dtype(), device, torch.get_num_threads(), torch.get_float32_matmul_precision(), *modes
+
+
+def _restore_torch_defaults(before: tuple[Any, ...]) -> None:
+    if before and before != _read_torch_defaults():
+        torch = sys.modules["torch"]
+        dtype, _, threads, precision, grad, _, deterministic = before
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(None)
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_grad_enabled(grad)
+        torch.use_deterministic_algorithms(deterministic)
+
+
 def count_elements(plugin: object, maximum: int = 100_000) -> int:
-    """Elements of the containers that a plugin refers to, those of its class included; objects
-    after the first `maximum` are not counted. Suites compare two counts to find what grows."""
+    """Elements of the containers that a plugin refers to, those of its class and of the modules in
+    its package included; objects after the first `maximum` are not counted. Suites compare two
+    counts to find what grows."""
     containers = (list, dict, set, deque, tuple, bytearray)
     shared = [value for kind in type(plugin).__mro__ for value in vars(kind).values() if isinstance(value, containers)]
     foreign = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CodeType, logging.Logger)
-    waiting: list[Any] = [plugin, *shared]
+    tables = [value for value in _list_globals(type(plugin)) if isinstance(value, containers)]
+    waiting: list[Any] = [*tables, *shared, plugin]  # the plugin first: a large table may reach the maximum
     seen: set[int] = set()
     size = 0
     while waiting and len(seen) < maximum:
@@ -197,5 +223,13 @@ def count_elements(plugin: object, maximum: int = 100_000) -> int:
         if id(one) not in seen and not isinstance(one, foreign):
             seen.add(id(one))
             size += len(one) if isinstance(one, containers) else 0
-            waiting += gc.get_referents(one)
+            waiting += [each for each in gc.get_referents(one) if gc.is_tracked(each) or isinstance(each, containers)]
     return size
+
+
+def _list_globals(target: type) -> Iterator[Any]:
+    """The globals of a class's module and of the modules beside it."""
+    package = target.__module__.rpartition(".")[0] or target.__module__
+    for name, module in list(sys.modules.items()):
+        if name == target.__module__ or name == package or name.startswith(f"{package}."):
+            yield from (value for key, value in list(vars(module).items()) if not key.startswith("__"))

@@ -98,12 +98,12 @@ def require_bounded(
 ) -> None:
     """What a plugin holds does not grow with the steps: `work(number)` does one. It may fill a
     cache of bounded size in the first half."""
-    sizes = []
+    sizes, before = [], count_elements(plugin, maximum=400_000)
     for part in range(2):
         for number in range(part * steps // 2, (part + 1) * steps // 2):
             work(number)
         sizes.append(count_elements(plugin, maximum=400_000))
-    allowed = factor * sizes[0] + (steps // 8 if slack is None else slack)
+    allowed = sizes[0] + (factor - 1) * max(0, sizes[0] - before) + (steps // 8 if slack is None else slack)
     assert sizes[1] <= allowed, f"{what}: it holds {sizes[0]} elements after {steps // 2} of them, and {sizes[1]} after {steps}"
 
 
@@ -223,6 +223,14 @@ def leaves_nothing(what: str, threads: bool = True) -> Iterator[None]:
         left += [f"the open file {name}" for name in _list_files() - files]
         left += [f"the file {path.name}" for place in (work, temporary) for path in place.iterdir()]
     assert not left, f"{what} leaves {', '.join(sorted(left)[:3])}"
+
+
+def require_unmapped(folder: Path, what: str) -> None:
+    """No file of a folder is mapped into memory; tensors of its files are gone."""
+    gc.collect()
+    maps = Path("/proc/self/maps")
+    mapped = [line for line in maps.read_text(encoding="utf-8").splitlines() if f"{folder}/" in line] if maps.is_file() else []
+    assert not mapped, f"{what} leaves {mapped[0].rpartition('/')[2]} mapped into memory"
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:

@@ -48,3 +48,5 @@ def _waiting_indices(args: Sequence[Any]) -> Iterator[str]:
                 yield "an index of booleans"
             elif not index.ndim:
                 yield "an index of one number in a tensor"
+        elif isinstance(index, slice) and any(isinstance(end, torch.Tensor) for end in (index.start, index.stop, index.step)):
+            yield "a slice whose ends are in a tensor"

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from frame.interfaces.modality import MediaError, MediaSize
-from frame.testing.conformance import Check, SkipCheck, Subject, count_elements, find_checks, unchanged_process
-from frame.testing.generators import require_near_reference, taking_turns
+from frame.testing.conformance import Check, SkipCheck, Subject, find_checks, unchanged_process
+from frame.testing.generators import require_bounded, require_near_reference, taking_turns
 from frame.testing.modality import families, sounds
 from frame.testing.modality.files import Maker, make_pixels, make_video, save_image
 
@@ -159,6 +159,19 @@ def check_detail_of_wide_pictures(maker: Maker) -> None:
     assert moved > 0.4, f"a wide picture and the means of its pixels have nearly the same features ({moved:.2f} of their deviation)"
 
 
+def check_pixels_at_the_edges_count(maker: Maker) -> None:
+    """In a square picture whose sides are multiples of 14, 16, 28 and 32 pixels, each edge is in
+    the features."""
+    if maker.modality != "image":
+        raise SkipCheck("only pictures are compared pixel by pixel")
+    plain = make_pixels(224, 224)
+    before = maker.read(save_image(plain))
+    for edge, place in {"left": np.s_[:, 0], "right": np.s_[:, -1], "upper": np.s_[0], "lower": np.s_[-1]}.items():
+        changed = plain.copy()
+        changed[place] ^= 255
+        assert not _equal(maker.read(save_image(changed)), before), f"the pixels of the {edge} edge are not in the features"
+
+
 def check_features_are_kept(maker: Maker) -> None:
     """The features of one file stay as they are while others are read."""
     first = maker.read(maker.make(96, 64, 1))
@@ -169,12 +182,12 @@ def check_features_are_kept(maker: Maker) -> None:
 
 def check_reading_keeps_nothing(maker: Maker) -> None:
     files = [maker.make(96, 64, seed) for seed in range(8)]
-    one, sizes = maker.one, []
-    for number in range(120):
+    one = maker.one
+
+    def read(number: int) -> None:
         one.compute_features(files[number % 8] if number < 8 else files[number % 3], one.read_size(files[0]), {})
-        if number in (59, 119):
-            sizes.append(count_elements(one))
-    assert sizes[1] <= 1.1 * sizes[0] + 20, f"it holds {sizes[0]} elements after 60 files, and {sizes[1]} after 120"
+
+    require_bounded(one, read, 120, "files that were read", slack=20)
 
 
 def check_reading_is_fast(maker: Maker) -> None:

@@ -67,7 +67,7 @@ MEANINGS: Mapping[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sampl
     }
 )
 # Values of a client's own parameter, `custom`, which are texts.
-BAD_VALUES = ("", "abc", "1,,2", "-1", str(VOCAB), "1e999", "nan", "9" * 40, "\0", "[]", "{", "🙂")
+BAD_VALUES = ("", "abc", "1,,2", "-1", str(VOCAB), "1e999", "nan", "9" * 40, "\0", "[]", "{", "🙂", "²", "1,²", "٣", "9" * 5000)
 
 
 def _is_among(ids: torch.Tensor) -> torch.Tensor:

@@ -479,3 +479,35 @@ class HidesNaN(LogitBias):
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         super().apply(logits, rows, slots, positions)
         torch.nan_to_num_(logits, nan=0.0, posinf=1e9, neginf=-torch.inf)
+
+
+SETUPS: list[SlotSetup] = []
+
+
+@mutant
+class KeepsRequestsInItsModule(CountPenalty):
+    """Keeps all requests in a list of its module."""
+
+    def add_slot(self, setup: SlotSetup) -> None:
+        super().add_slot(setup)
+        SETUPS.append(setup)
+
+
+@mutant
+class ReadsDigitsOfAnyScript(BansTokens):
+    """Takes superscripts for digits, and fails with Python's own words."""
+
+    def validate_params(self, params: SamplingParams) -> None:
+        if not all(part.isdigit() and int(part) < self.shape[1] for part in params.custom["banned"].split(",")):
+            raise ValueError("banned must list token ids, separated by commas")
+
+
+@mutant
+class WaitsForOneRow(CountPenalty):
+    """Cuts the row of a step of one request out by numbers that it asks the device for."""
+
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        if len(rows) > 1:
+            super().apply(logits, rows, slots, positions)
+        else:
+            logits[rows[0] : rows[0] + 1] -= self.penalties[slots].unsqueeze(1) * self.counts[slots]

@@ -373,3 +373,23 @@ for name, sentence, attribute, value in (
     ("EndsWithABlock", "The samples after the last whole block are silent.", "change", end),
 ):
     mutant(type(name, (Sound,), {"__module__": __name__, "__doc__": sentence, attribute: value}), capabilities=AUDIO)
+
+
+PICTURES: list[Image.Image] = []
+
+
+@mutant
+class KeepsPicturesInItsModule(Tiles):
+    """Keeps all pictures in a list of its module."""
+
+    def read(self, data: bytes) -> Image.Image:
+        PICTURES.append(super().read(data))
+        return PICTURES[-1]
+
+
+@mutant
+class CutsTheLastColumn(Tiles):
+    """Repeats the last column but one in place of the last."""
+
+    def cut(self, pixels: np.ndarray) -> dict[str, np.ndarray]:
+        return super().cut(np.concatenate((pixels[:, :-1], pixels[:, -2:-1]), axis=1))

@@ -312,3 +312,15 @@ class SeesTheTokenBefore(Weighted):
 
     def pool(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         return super().pool(hidden + 0.1 * hidden.roll(1, 0), batch)
+
+
+SUMS: list[torch.Tensor] = []
+
+
+@mutant
+class KeepsStatesInItsModule(Weighted):
+    """Keeps the states of all steps in a list of its module."""
+
+    def pool(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        SUMS.append(hidden)
+        return super().pool(hidden, batch)

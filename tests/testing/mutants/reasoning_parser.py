@@ -301,3 +301,15 @@ class ExpectsText(ThinkTags):
     def finish(self) -> ReasoningDelta:
         assert isinstance(self.first, str)
         return super().finish()
+
+
+TEXTS: list[str] = []
+
+
+@mutant
+class KeepsTextsInItsModule(ThinkTags):
+    """Keeps all pieces of text in a list of its module."""
+
+    def feed(self, text: str) -> ReasoningDelta:
+        TEXTS.append(text)
+        return super().feed(text)
