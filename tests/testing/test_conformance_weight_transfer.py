@@ -16,6 +16,7 @@ SKIPPED = {
         "a_file_that_is_cut_off_while_it_is_read",
         "handles_are_names_in_shared_memory",
         "handles_of_what_is_no_file",
+        "files_of_other_users",
         "tensors_outside_of_their_buffer",
         "a_tensor_may_fill_its_buffer",
         "abandoned_and_refused_parts_leave_nothing_open",

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -44,6 +47,10 @@ HEADERS: tuple[dict[str, str], ...] = (
     {"authorization": "Bearer", "x-api-key": "ü\x80"},
     {"content-type": "application/json", "user-agent": "x" * 8000, "x-forwarded-for": "::1, 10.0.0.1"},
 )
+OWN_HEADERS = {  # to which a number is added for each request
+    "authorization": "Bearer", "user-agent": "agent", "x-forwarded-for": "10.0.0.1,", "x-request-id": "id", "cookie": "id=",
+}  # fmt: skip
+SECRET, SECRET_HEADERS = "conformance-secret-key", ("authorization", "x-api-key", "cookie", "proxy-authorization")
 STATUSES = (200, 204, 304, 400, 401, 404, 429, 499, 500, 503)
 Decision = tuple[str, int, str]
 
@@ -96,7 +103,7 @@ def suite(subject: Subject) -> Iterable[Check]:
         (("on_request",), (check_decisions, check_headers_that_it_reads, check_requests_stand_alone)),
         (("on_request",), (check_objects_are_independent, check_tenants_are_apart)),
         (("on_response",), (check_responses,)),
-        (("on_request", "on_response"), (check_hooks_are_coroutines, check_event_loop, check_hooks_are_fast, check_memory)),
+        (("on_request", "on_response"), (check_hooks_are_coroutines, check_event_loop, check_hooks_are_fast, check_memory, check_secrets)),
         (("make_middleware",), (check_middleware,)),
     )
     yield Check("constructor", lambda: make() and None)
@@ -339,15 +346,17 @@ async def measure_pause(act: Callable[[], Awaitable[Any]]) -> float:
 
 
 async def check_memory(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
-    """What an extension holds does not grow with the number of requests."""
+    """What an extension holds does not grow with the number of requests, of which each has headers
+    and a client of its own, whether they are served, fail or end early."""
 
     async def serve(extension: HttpExtension, numbers: range) -> int:
         examples = example_requests(target)
         for number in numbers:
             request = replace(examples[number % len(examples)], request_id=f"request-{number}", tenant=f"tenant-{number}")
-            request = replace(request, path=f"/v1/files/{number}", client=f"10.{number >> 8}.{number & 255}.1")
+            own = {name: f"{value} {number}" for name, value in {**OWN_HEADERS, **request.headers}.items()}
+            request = replace(request, path=f"/v1/files/{number}", client=f"10.{number >> 8}.{number & 255}.1", headers=own)
             await decide(extension, request)
-            await extension.on_response(request, HttpResponse(200, 0.1))
+            await extension.on_response(request, HttpResponse(STATUSES[number // len(examples) % len(STATUSES)], 0.1))
         return count_elements(extension)
 
     extension = make()
@@ -355,6 +364,29 @@ async def check_memory(make: Callable[[], HttpExtension], target: type[HttpExten
     many = await serve(extension, range(FEW, MANY))
     sentence = f"the extension holds {few} elements after {FEW} requests, {many} after {MANY}; keep a bounded number"
     assert many - few <= MAX_GROWTH, sentence
+
+
+async def check_secrets(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """The headers that carry keys are in no log record, on no output and in no refusal."""
+    shown: list[str] = []
+
+    def note(_: logging.Logger, record: logging.LogRecord) -> None:
+        shown.append(f"{record.getMessage()} {record.exc_info}")
+
+    root, output = logging.getLogger(), io.StringIO()
+    level = root.level
+    root.setLevel(logging.DEBUG)
+    try:
+        with mock.patch.object(logging.Logger, "callHandlers", note), redirect_stdout(output), redirect_stderr(output):
+            for number, example in enumerate(example_requests(target)):
+                extension = make()
+                request = replace(example, headers={**example.headers, **dict.fromkeys(SECRET_HEADERS, f"Bearer {SECRET}")})
+                shown.append(str((await decide(extension, request))[2]))
+                await extension.on_response(request, HttpResponse(STATUSES[number % len(STATUSES)], 0.1))
+    finally:
+        root.setLevel(level)
+    leak = next((text for text in (*shown, output.getvalue()) if SECRET in text), "")
+    assert not leak, f"the extension shows a header with a key: {leak!r:.200}"
 
 
 # middleware ---------------------------------------------------------------------------------------

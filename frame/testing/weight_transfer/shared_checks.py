@@ -3,12 +3,14 @@ and what is left. Used by the suite of the kind. Must not know a plugin by name.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import secrets
 import socket
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +70,28 @@ def check_handles_of_what_is_no_file(make: Make) -> None:
         assert isinstance(ends[0], TransferError), f"the handle of a pipe ends with {ends[0]!r:.200}, not TransferError"
     finally:
         pipe.unlink()
+
+
+def check_files_of_other_users(make: Make) -> None:
+    """A file that does not belong to the server's user is refused: any user may make one by a name
+    that a trainer is about to use."""
+    rig, tensors = make().open(), [("bytes", torch.zeros(4, dtype=torch.uint8))]
+    rig.require_shares()
+    part = rig.trainer.offer(tensors)
+    own = os.geteuid()
+    with contextlib.ExitStack() as stack:
+        try:
+            os.chown(FOLDER / part.buffers[0].handle, own + 1, -1)
+        except OSError:  # root alone may: the server's user is another one than the file's
+            for name in ("geteuid", "getuid"):
+                stack.enter_context(unittest.mock.patch.object(os, name, lambda: own + 1))
+        try:
+            received = list(rig.transfer.receive(part))
+        except TransferError:
+            return
+        except Exception as error:
+            raise AssertionError(f"a file of another user raises {type(error).__name__}, not TransferError: {error}") from error
+    raise AssertionError(f"a file of another user is read, and {len(received)} tensor(s) are returned")
 
 
 def check_close_frees_memory(make: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -347,3 +348,43 @@ mutant.each(
     ("HidesErrors", "Its middleware catches errors of the server, and sends no response.", HidesErrors),
     ("DecodesHeaders", "Its middleware decodes headers as UTF-8, and fails for others.", ReadsTexts),
 )
+
+
+@mutant
+class LogsHeaders(Reference):
+    """Logs the headers of requests that are refused, with the keys in them."""
+
+    async def on_response(self, request: HttpRequest, response: HttpResponse) -> None:
+        await super().on_response(request, response)
+        if response.status >= 400:
+            logging.getLogger("extension").warning("refused: %s", dict(request.headers))
+
+
+@mutant
+class CountsAgents(Reference):
+    """Counts the requests of each user agent, which clients choose."""
+
+    def __init__(self, context: HttpContext, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.agents: dict[str, int] = {}
+
+    async def on_response(self, request: HttpRequest, response: HttpResponse) -> None:
+        agent = request.headers.get("user-agent", "")
+        self.agents[agent] = self.agents.get(agent, 0) + 1
+
+
+@mutant
+class ForgetsServedRequestsAlone(Reference):
+    """Keeps the requests under way, and those that ended with an error for ever."""
+
+    def __init__(self, context: HttpContext, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.running: dict[str, HttpRequest] = {}
+
+    async def on_request(self, request: HttpRequest) -> None:
+        self.running[request.request_id] = request
+        await super().on_request(request)
+
+    async def on_response(self, request: HttpRequest, response: HttpResponse) -> None:
+        if response.status < 400:
+            self.running.pop(request.request_id, None)

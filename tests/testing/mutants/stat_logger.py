@@ -252,3 +252,32 @@ class EmptiesLists(PlainLogger):
     def record_step(self, step: StepRecord) -> None:
         while isinstance(step.inter_token_latencies, list) and step.inter_token_latencies:
             self.seconds += step.inter_token_latencies.pop()
+
+
+@mutant
+class RendersKeysAsTheyAre(PlainRenderer):
+    """Renders a key as a label without escaping it."""
+
+    def __init__(self, context: StatLoggerContext, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.keys: dict[str, int] = {}
+
+    def record_request(self, request: RequestRecord) -> None:
+        super().record_request(request)
+        if request.key in self.keys or len(self.keys) < 100:
+            self.keys[request.key] = self.keys.get(request.key, 0) + 1
+
+    def render_metrics(self) -> RenderedMetrics | None:
+        lines = [f'requests_total{{key="{key}"}} {count}\n' for key, count in self.keys.items()]
+        return RenderedMetrics("text/plain", "".join(lines).encode())
+
+
+REQUESTS: list[RequestRecord] = []
+
+
+@mutant
+class KeepsRequestsInItsModule(PlainLogger):
+    """Keeps all requests in a list of its module."""
+
+    def record_request(self, request: RequestRecord) -> None:
+        REQUESTS.append(request)

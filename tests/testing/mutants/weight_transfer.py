@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -369,3 +371,16 @@ class WaitsAfterClose(GroupTransfer):
     def close(self) -> None:
         self._left = threading.Event()
         super().close()
+
+
+@mutant
+class ReadsFilesOfOthers(IpcTransfer):
+    """Reads a file whoever it belongs to."""
+
+    def _open(self, buffer: Any, stack: Any) -> Any:
+        with mock.patch.object(os, "fstat", lambda _: self._own(Path(FOLDER, buffer.handle).stat())):
+            return super()._open(buffer, stack)
+
+    @staticmethod
+    def _own(status: os.stat_result) -> Any:
+        return SimpleNamespace(st_mode=status.st_mode, st_size=status.st_size, st_uid=os.geteuid())
