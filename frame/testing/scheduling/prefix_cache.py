@@ -23,7 +23,7 @@ from frame.core.interfaces.cache import (
 )
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
 from frame.testing.contexts import EVICTION
-from frame.testing.generators import make_alike, require_bounded, require_fast, require_growth, require_kept
+from frame.testing.generators import ALIKE, make_alike, require_bounded, require_fast, require_growth, require_kept
 from frame.testing.scheduler_rig import InOrder, OldestFirst, SchedulerRig, add_requests, make_tight_config
 from frame.testing.scheduling import prefix_cache_groups, prefix_cache_tree
 from frame.testing.scheduling.prefix_cache_tree import Keyed
@@ -188,9 +188,11 @@ def check_keeps_namespaces_apart(maker: Maker) -> None:
 
 
 def check_compares_namespaces_whole(maker: Maker) -> None:
-    """Tenants, salts and versions whose names are equal in up to 128 characters."""
+    """Tenants, salts and versions whose names are equal in up to 4,000 characters, or that an
+    encoding or a normal form of Unicode merges."""
     on = _new(maker)
-    spaces = [name for pair in make_alike() for name in pair]
+    spaces = [name for pair in make_alike((*ALIKE, 300, 4000)) for name in pair]
+    spaces += ["\u00e9", "\u00e8", "e\u0301", "e", "\ufb01", "fi", "\uff46\uff49", "\u00df", "ss", "\u0130", "i"]
     spaces += [f"{name}:salt" for name in spaces] + [f"one:{name}" for name in spaces] + [f"one:salt\0{number}" for number in (1, 10)]
     spaces += ["one:salt", "one:Salt", "one:salt ", "one:salt\n", " one:salt", ":salt", "salt", ":", ""]
     expected = {space: on.insert([5, 6], space)[0].tolist() for space in spaces}
@@ -236,7 +238,9 @@ def check_memory_after_evictions(maker: Maker) -> None:
     on = _new(maker)
 
     def work(number: int) -> None:
-        on.insert([number % 1000, number], f"tenant-{number}:")
+        _, inserted = on.insert([number % 1000, number], f"tenant-{number}:")
+        on.cache.lock(inserted.handle)
+        on.cache.unlock(inserted.handle)
         on.cache.evict(2)
 
     require_bounded(on.cache, work, 3000, "sequences that are inserted and evicted")

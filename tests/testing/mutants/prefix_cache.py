@@ -3,6 +3,7 @@ recently used."""
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -431,3 +432,28 @@ class DropsColons(PlainCache):
 
     def prefixes(self, tokens: np.ndarray, namespace: str) -> list[Prefix]:
         return super().prefixes(tokens, namespace.lstrip(":"))
+
+
+@mutant
+class MergesNormalForms(PlainCache):
+    """Compares namespaces in Unicode's compatibility form, in which a ligature is its letters."""
+
+    def prefixes(self, tokens: np.ndarray, namespace: str) -> list[Prefix]:
+        return super().prefixes(tokens, unicodedata.normalize("NFKC", namespace))
+
+
+@mutant
+class CutsNamespaces(PlainCache):
+    """Compares the first 160 characters of a namespace."""
+
+    def prefixes(self, tokens: np.ndarray, namespace: str) -> list[Prefix]:
+        return super().prefixes(tokens, namespace[:160])
+
+
+@mutant
+class KeepsUsesOfEvictedPages(PlainCache):
+    """Keeps the last use of each prefix that was ever locked."""
+
+    def lock(self, handle: Prefix | None) -> None:
+        super().lock(handle)
+        self.uses = getattr(self, "uses", {}) | {handle: self.clock}
