@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from frame.core.interfaces.attention import AttentionBackend
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, Case, Pages, Rows, planned, requirements
 from frame.testing.attention.cases import DECODES, LATENT, with_pages_for
 from frame.testing.attention.reference import TOLERANCE, Inputs, Placed, make_inputs, reference
-from frame.testing.conformance import Check, Subject
-from frame.testing.generators import require_growth, require_no_waiting
+from frame.testing.conformance import Check, Subject, unchanged_process
+from frame.testing.generators import require_bounded, require_growth, require_no_waiting
 from frame.testing.tensors import require_near
 
 Place = Callable[[AttentionBackend, Case, Inputs], Placed]
@@ -45,7 +46,8 @@ def call_checks(make: Make, place: Place, subject: Subject) -> Iterator[Check]:
         for name in getattr(capabilities, "dtypes", DTYPES):
             placed = replace(with_pages_for(case, capabilities), dtype=DTYPES[name], device=device)
             if not capabilities.unsupported(replace(requirements(placed), phases=("decode",))):
-                for function in (_keeps_results, _has_many_slots, _grows_with_keys, *(() if device != "cpu" else (_waits_for_nothing,))):
+                functions = [_keeps_results, _keeps_no_steps, _fills_its_pages, _leaves_the_process, _has_many_slots, _grows_with_keys]
+                for function in (*functions, *((_waits_for_nothing,) if device == "cpu" else ())):
                     yield Check(f"{function.__name__.strip('_')}-{name}", partial(function, make, place, placed))
                 return
 
@@ -75,6 +77,34 @@ def _keeps_results(make: Make, place: Place, case: Case) -> None:
         result = placed.run(backend, inputs.spec, planned(backend, placed.batch))
         _compare(result, case, changed, f"a step with {what} at the same addresses")
         assert torch.equal(first, before), "a result changes with the next call; return memory of its own"
+
+
+def _keeps_no_steps(make: Make, place: Place, case: Case) -> None:
+    inputs, backend = make_inputs(case), make(case)
+    placed = place(backend, case, inputs).spread()
+    require_bounded(
+        backend, lambda _: placed.run(backend, inputs.spec, planned(backend, placed.batch)), 16, "steps of the same rows", slack=4
+    )
+
+
+def _fills_its_pages(make: Make, place: Place, case: Case) -> None:
+    """Rows at the limit of the context: they have all pages of the table's width, to the last
+    slot."""
+    length = max(6, -(-48 // case.page_size)) * case.page_size
+    case = replace(case, rows=Rows.of([length, 3, length - 1]))
+    inputs, backend = make_inputs(case), make(case)
+    old = inputs.pages
+    inputs.pages = replace(old, table=np.ascontiguousarray(old.table[:, : length // case.page_size]))
+    placed = place(backend, case, inputs).spread()
+    result = placed.run(backend, inputs.spec, planned(backend, placed.batch))
+    _compare(result, case, inputs, f"a row of {length} tokens, which fills its pages")
+
+
+def _leaves_the_process(make: Make, place: Place, case: Case) -> None:
+    """Making a backend of each dtype and a step changes no default of torch."""
+    with unchanged_process("the backend changes"):
+        for name in make(case).capabilities.dtypes:
+            _prepare(make, place, replace(case, dtype=DTYPES[name]), Rows.of([7, 3]))()
 
 
 def _follows_its_weights(make: Make, place: Place, case: Case) -> None:

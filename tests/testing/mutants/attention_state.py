@@ -355,3 +355,30 @@ class KeepsItsSinks(PlainAttention):
         if self.kept is None or self.kept.shape != spec.sinks.shape:
             self.kept = spec.sinks.clone()
         return super().run(replace(spec, sinks=self.kept), *arguments)
+
+
+@mutant
+class KeepsSteps(PlainAttention):
+    """Keeps the batch of each plan."""
+
+    def plan(self, batch: ForwardBatch) -> Any:
+        self.batches = [*getattr(self, "batches", []), batch]
+        return super().plan(batch)
+
+
+@mutant
+class LeavesTheLastSlot(PlainAttention):
+    """Never reads the last slot of a row that has as many pages as the table has columns."""
+
+    def locate(self, batch: ForwardBatch, row: int, length: int) -> np.ndarray:
+        last = batch.host.page_table.shape[1] * batch.kv.page_size - 1
+        return super().locate(batch, row, length)[np.minimum(np.arange(length), last - 1)]
+
+
+@mutant
+class SetsTheDefaultDtype(PlainAttention):
+    """Makes new tensors of the whole process have its own dtype."""
+
+    def plan(self, batch: ForwardBatch) -> Any:
+        torch.set_default_dtype(self.context.dtype)
+        return super().plan(batch)
