@@ -145,7 +145,9 @@ def check_accept_agrees_with_the_mask(run: Run) -> None:
         tokens: list[int] = []
         done = b""
         for _ in range(4):
-            refused = dice.sample(np.flatnonzero(~run.vocabulary.allowed(case.rest(done))).tolist(), 12)
+            is_allowed = run.vocabulary.allowed(case.rest(done))
+            refused = dice.sample(np.flatnonzero(~is_allowed).tolist(), 12)
+            refused += [end for end in run.vocabulary.ends if not is_allowed[end]]
             grammar = run.start(case, tokens)
             before = run.allowed(grammar)
             for token in refused:
@@ -347,15 +349,16 @@ def check_grammars_stand_alone(run: Run) -> None:
 
 
 def check_sources_are_compared_whole(run: Run) -> None:
-    """Grammars whose sources are equal in up to 600 characters are different grammars."""
+    """Grammars whose sources are equal in up to 600 characters, or in a normal form of Unicode, are
+    different grammars."""
     sources: dict[str, Callable[[str], tuple[str, str]]] = {
         "choice": lambda name: (json.dumps([name, "x"]), name),
         "regex": lambda name: (name, name),
-        "json_schema": lambda name: (json.dumps({"const": name}), json.dumps(name)),
-        "ebnf": lambda name: (f"root ::= {json.dumps(name)}", name),
+        "json_schema": lambda name: (json.dumps({"const": name}), json.dumps(name, ensure_ascii=False)),
+        "ebnf": lambda name: (f"root ::= {json.dumps(name, ensure_ascii=False)}", name),
     }
     for kind, write in ((kind, write) for kind, write in sources.items() if kind in run.kinds):
-        for pair in make_alike((*ALIKE, 600)):
+        for pair in (*make_alike((*ALIKE, 600)), ("e\u0301", "\u00e9"), ("\ufb01", "fi")):
             cases = [(Language(kind, source), text) for source, text in map(write, pair)]
             for number, (case, text) in enumerate(cases):
                 assert takes_text(run, case, text), f"{case.name} refuses its text, after a grammar whose source begins alike"

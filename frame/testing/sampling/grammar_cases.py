@@ -257,6 +257,7 @@ INVALID = (
     ("choice", '["a", ["b"]]'),
     ("choice", '{"a": "b"}'),
     ("choice", "[]"),
+    ("choice", '["a", "\\ud800"]'),  # half of a character, which no text of tokens has
     ("structural_tag", "{"),
     ("structural_tag", '{"type": "structural_tag", "format": {"type": "nope"}}'),
 )

@@ -7,9 +7,10 @@ alone. Must not know a backend by name.
 from __future__ import annotations
 
 import gc
+import json
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import psutil
 
 from frame.testing.conformance import SkipCheck
-from frame.testing.generators import taking_turns
+from frame.testing.generators import require_bounded, taking_turns
 from frame.testing.sampling.grammar_cases import FINITE, JSON_CASES, LOOSE, OPEN, Language
 
 if TYPE_CHECKING:
@@ -29,7 +30,19 @@ REQUESTS = 64  # of one grammar at a time: backends share work between dozens
 COMPARED, STEPS = 8, 24  # of the last requests, and the tokens of each
 THREADS, FILLS = 4, 600  # threads of one grammar, and the masks of each
 NUM_STATES, MEMORY_TOKENS = 15, 9_000  # letters that an expression remembers, and the tokens of a text of it
+NUM_TEXTS, TEXT_SIZE = 200, 60  # of a large grammar, and the characters of each
 MIN_GROWN, MEMORY_FACTOR = 6 << 20, 12  # bytes of the process; by how much `num_bytes` may be less
+
+
+def _write_texts(count: int, seed: int = 0) -> list[str]:
+    dice = random.Random(seed)
+    return ["".join(dice.choices("abcdefgh", k=TEXT_SIZE)) for _ in range(count)]
+
+
+SOURCES: dict[str, Callable[..., str]] = {  # of so many texts
+    "choice": lambda count, seed=0: json.dumps(_write_texts(count, seed)),
+    "regex": lambda count, seed=0: "|".join(_write_texts(count, seed)),
+}
 
 
 def check_many_requests_have_the_masks_of_one(run: Run) -> None:
@@ -132,6 +145,32 @@ def fill_together(run: Run, grammars: Sequence[Any]) -> list[np.ndarray]:
     assert (masks[-1] == 7).all(), "fill_masks() writes a row that no handle has"
     bits = np.unpackbits(masks[:-1].view(np.uint8), axis=1, bitorder="little")
     return list(bits[:, : run.vocabulary.size].astype(np.bool_))
+
+
+def check_size_of_grammars_is_counted(run: Run) -> None:
+    """`num_bytes` grows with a grammar."""
+    for kind, write in SOURCES.items():
+        if kind in run.kinds:
+            few, many = (run.backend.compile(kind, write(count)).num_bytes for count in (1, NUM_TEXTS))
+            assert many >= few + TEXT_SIZE * NUM_TEXTS // 4, (
+                f"num_bytes of a {kind} of {NUM_TEXTS} texts of {TEXT_SIZE} characters is {many}, and {few} of one text"
+            )
+
+
+def check_grammars_are_not_kept(run: Run) -> None:
+    """The engine keeps the compiled grammars that are used again; a backend keeps none of them."""
+    kind = next((kind for kind in SOURCES if kind in run.kinds), None)
+    if kind is None:
+        raise SkipCheck("the backend compiles neither choices nor expressions")
+    backend = run.make()
+
+    def work(number: int) -> None:
+        grammar = backend.compile(kind, SOURCES[kind](2, number)).start()
+        token = run.continuations(run.allowed(grammar))[0]
+        assert grammar.accept_token(token), "accept_token() refuses a token of the mask"
+        run.allowed(grammar)
+
+    require_bounded(backend, work, 200, "grammars that are not used any more", slack=40)
 
 
 def check_memory_of_masks_is_counted(run: Run) -> None:

@@ -6,8 +6,10 @@ They are derived from `llguidance`: each wraps its constraints or its sources.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
+import unicodedata
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -508,3 +510,63 @@ class HasNoSize(Wrapped):
         found = super().compile(kind, source)
         found.share = 0
         return found
+
+
+MASKS: list[np.ndarray] = []
+
+
+@mutant
+class KeepsMasksInItsModule(Wrapped):
+    """Keeps a copy of each mask in a list of its module."""
+
+    class Request(Constraint):
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            is_filled = super().fill_mask(mask)
+            MASKS.append(mask.copy())
+            return is_filled
+
+
+@mutant
+class ComposesCharacters(Wrapped):
+    """Compiles a choice in the normal form of Unicode in which letters and accents are one."""
+
+    def compile(self, kind: str, source: str) -> Any:
+        if kind == "choice":
+            source = json.dumps(json.loads(source, object_hook=dict), ensure_ascii=False)
+        return super().compile(kind, unicodedata.normalize("NFC", source) if kind == "choice" else source)
+
+
+@mutant
+class TakesHalfCharacters(Wrapped):
+    """Drops halves of characters from a choice, in place of an error."""
+
+    def compile(self, kind: str, source: str) -> Any:
+        return super().compile(kind, re.sub(r"\\ud[89a-f][0-9a-f]{2}", "", source) if kind == "choice" else source)
+
+
+@mutant
+class TakesEndsAnywhere(Wrapped):
+    """Takes an end token where the mask has none."""
+
+    class Request(Constraint):
+        def accept_token(self, token_id: int) -> bool:
+            return super().accept_token(token_id) or token_id in self.compiled.backend.ends
+
+
+@mutant
+class CountsNoBytes(Wrapped):
+    """Says that each grammar takes 64 bytes."""
+
+    def compile(self, kind: str, source: str) -> Any:
+        compiled = super().compile(kind, source)
+        compiled.share = 64 / max(1, compiled.inner.num_bytes)
+        return compiled
+
+
+@mutant
+class KeepsGrammars(Wrapped):
+    """Keeps all grammars that it has compiled."""
+
+    def compile(self, kind: str, source: str) -> Any:
+        self.kept = {**getattr(self, "kept", {}), (kind, source): super().compile(kind, source)}
+        return self.kept[kind, source]
