@@ -46,7 +46,14 @@ class StoreCollective(Collective):
         """The tensors of all ranks, which may differ in shape only where this rank reads none."""
         self._steps += 1
         self._write(f"{self._steps}/{self.rank}", tensor)
-        return [tensor if rank == self.rank else self._read(f"{self._steps}/{rank}", tensor, rank) for rank in range(self.size)]
+        tensors = [tensor if rank == self.rank else self._read(f"{self._steps}/{rank}", tensor, rank) for rank in range(self.size)]
+        self._forget(self._steps - 1)
+        return tensors
+
+    def _forget(self, step: int) -> None:
+        """All ranks have read what this one wrote in a step, since they are at the next one."""
+        if self.size > 1:
+            self._store.delete_key(f"{step}/{self.rank}")
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.collect(tensor)).sum(0, dtype=tensor.dtype)

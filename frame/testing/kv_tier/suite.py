@@ -97,8 +97,8 @@ def check_real_sizes(make: Make) -> None:
     while place < len(long):  # a tier may match as many as one load takes
         matched = many.tier.match(long[place:])
         assert matched > 0, f"of a prompt of 600 stored blocks the first {place} are matched"
+        many.load_all(long[place : place + matched])
         place += matched
-    many.load_all(long[590:])
     near = [long[0][:size] + bytes([each]) * (32 - size) for size in (8, 16, 24, 31) for each in (1, 2)]
     many.store(near)
     many.load_all(near)
@@ -466,6 +466,7 @@ def check_close_ends_everything(make: Make) -> None:
     with unchanged_process("a tier changes"):
         rig, keys = make(), make_keys(8)
         rig.store(keys[:4])
+        rig.store(make_keys(12, "others"))  # whose buffers are free
         _, loaded = rig.begin_load(keys[:4])
         store, buffers = rig.begin_store(keys[4:])
         rig.tier.finish(store)

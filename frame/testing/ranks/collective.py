@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from frame.core.interfaces.collective import Collective, CollectiveCapabilities, CollectiveContext, SupportsStartSend
 from frame.core.interfaces.platform import SupportsGraphs, SupportsStreams
@@ -291,7 +292,12 @@ def check_many_operations(subject: Subject) -> None:
             group.all_reduce(x.clone())
             best = min(best, time.perf_counter() - began)
 
+        stores = [one for one in vars(group).values() if isinstance(one, dist.Store)]
+        add(0)
+        before = [store.num_keys() for store in stores]
         require_bounded(group, add, 300, "sums")
+        grown = [store.num_keys() - keys for store, keys in zip(stores, before, strict=True)]
+        assert not any(keys > 100 for keys in grown), f"300 sums leave {max(grown)} keys in its store: delete those that have been read"
         assert best < MAX_SECONDS, f"a sum of 64 elements takes {best * 1e3:.1f} ms"
 
     run_ranks(subject, act, size)

@@ -23,7 +23,7 @@ from frame.core.interfaces.platform import HOST
 from frame.interfaces.weights import WeightSource, WeightSourceCapabilities, WeightSourceContext
 from frame.loading.weight_reader import ReadAhead, read_weights
 from frame.testing.conformance import Check, SkipCheck, Subject, collect
-from frame.testing.generators import leaves_nothing, make_alike, require_fast, require_growth
+from frame.testing.generators import leaves_nothing, make_alike, require_fast, require_growth, require_unmapped
 
 LARGE, ROOM = (1 << 31) + 4096, 10 << 30  # bytes of a tensor, and for its checkpoint, which a class may copy while it writes it
 MAX_SECONDS = 1.5e-3  # of a small tensor
@@ -381,6 +381,7 @@ def check_leaves_nothing(maker: Maker) -> None:
             _read_all(source)
         with leaves_nothing("a source that was closed"), maker.open(folder) as source:
             _read_all(source)
+        require_unmapped(folder, "a source that was closed")
         del source
         gc.collect()
 

@@ -272,3 +272,11 @@ class ExchangesShortFloats(StoreCollective):
     def all_to_all(self, tensor: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int]) -> torch.Tensor:
         sent = tensor.bfloat16() if tensor.dtype == torch.float16 else tensor
         return super().all_to_all(sent, send_rows, recv_rows).to(tensor.dtype)
+
+
+@mutant
+class LeavesKeys(StoreCollective):
+    """Deletes no key of the store that the ranks exchange tensors through."""
+
+    def _forget(self, step: int) -> None:
+        return

@@ -641,3 +641,23 @@ for target in kv_tier_use.OF_MEMORY:
     mutant(target)
 for target in kv_tier_use.OF_DISKS:
     mutant(target, capabilities=PERSISTENT)
+
+
+@mutant
+class KeepsFreeBuffers(DictTier):
+    """Keeps the buffers that no job uses after `close`."""
+
+    def close(self) -> None:
+        self.blocks.clear()
+        self.jobs.clear()
+
+
+@mutant
+class LoadsHundredsAtMost(DictTier):
+    """Leaves the buffers of a load of more than 300 blocks as they were."""
+
+    def load(self, job: int, keys: Sequence[bytes]) -> Sequence[torch.Tensor] | None:
+        buffers = super().load(job, keys)
+        for buffer in (buffers or ())[300:]:
+            buffer.zero_()
+        return buffers

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -49,6 +50,9 @@ class PlainSource(WeightSource):
 
     def open_tensor(self, name: str) -> Any:
         return Stored(self.tensors[name])
+
+    def close(self) -> None:
+        self.tensors = {}
 
     def find_range(self, name: str) -> FileRange | None:
         with self.places[name].open("rb") as file:
@@ -359,3 +363,12 @@ class LeavesBuffersOut(PlainSource):
 
     def list_names(self) -> Sequence[str]:
         return [name for name in super().list_names() if not name.endswith("inv_freq")]
+
+
+@mutant
+class StaysOpen(PlainSource):
+    """Keeps its files mapped into memory after `close`."""
+
+    def __init__(self, context: WeightSourceContext, options: Any = None) -> None:
+        super().__init__(context, options)
+        self.mapped = [np.memmap(path, mode="r") for path in {*self.places.values()}]
