@@ -72,15 +72,16 @@ class Maker:
         experts: int = 0,
         rows: str | None = None,
         rows_dtype: torch.dtype | None = None,
+        size: float = 1.0,
         **fields: Any,
     ) -> Written:
         """An adapter with random factors; its layers have the ranks and scales in turn. `rows`: the
-        field of factors of the rows, None: as the format has it; `rows_dtype`: theirs. Raises
-        SkipCheck for one that the format cannot store."""
+        field of factors of the rows, None: as the format has it; `rows_dtype`: theirs; `size`: of
+        values. Raises SkipCheck for one that the format cannot store."""
         generator, field = torch.Generator().manual_seed(seed), self.row_factors[0] if rows is None else rows
 
         def draw(*shape: int) -> torch.Tensor:
-            return torch.randn((experts, *shape) if experts else shape, generator=generator).to(dtype)
+            return (size * torch.randn((experts, *shape) if experts else shape, generator=generator)).to(dtype)
 
         deltas = {}
         for place, (name, (inputs, outputs)) in enumerate(layers.items()):

@@ -27,8 +27,10 @@ ONE = {"model.layers.0.self_attn.q_proj": (24, 24)}
 EXPERTS = {f"model.layers.3.mlp.experts.{expert}.{name}": sizes for expert in range(12) for name, sizes in MLP.items()}
 STACKED = {"model.layers.3.mlp.experts.gate_up_proj": (24, 80), "model.layers.3.mlp.experts.down_proj": (40, 24)}
 NEUTRAL = {"task_type": "CAUSAL_LM", "peft_version": "0.19.0", "inference_mode": True, "revision": None}  # which PEFT writes too
+LARGEST = torch.finfo(torch.float32).max
 MAX_SECONDS = 0.015  # of an adapter of one layer
-HOSTILE: tuple[Any, ...] = ({"x": [1]}, {"": None}, [[]], ["a"], "text", "", None, -1, 0, 10**400, 0.5, float("nan"), True, False)
+NUMBERS = (-1, 0, 10**400, 0.5, 1e300, float("inf"), float("nan"), True, False)
+HOSTILE: tuple[Any, ...] = ({"x": [1]}, {"": None}, [[]], ["a"], "text", "", None, *NUMBERS)
 
 
 def suite(subject: Subject) -> Iterator[Check]:
@@ -210,6 +212,13 @@ def check_values_are_those_stored(maker: Maker) -> None:
         _compare(maker.read(written.stored, written.tensors, maker.create(dtype)), written, f"{dtype} with rows in float32: ")
 
 
+def check_large_values_are_kept(maker: Maker) -> None:
+    """Factors of a million, and of a millionth."""
+    for size in (1e6, 1e-6):
+        written = maker.make(ONE, size=size)
+        _compare(maker.read(written.stored, written.tensors), written, f"factors of {size:g}: ")
+
+
 def check_order_does_not_matter(maker: Maker) -> None:
     written = maker.make(LAYERS | EXPERTS)
     names = list(written.tensors)
@@ -317,7 +326,7 @@ def check_values_that_are_not_finite_are_refused(maker: Maker) -> None:
 
 
 def check_wrong_types_raise_adapter_errors(maker: Maker) -> None:
-    """A value of another type is read, or refused with AdapterError."""
+    """A value of another type is read, or refused with AdapterError; each scale is a float32."""
     written = maker.make(ONE)
     inner = {key: next(iter(value)) for key, value in written.stored.items() if isinstance(value, dict) and value}
     cases = [(key, wrong) for key in written.stored for wrong in HOSTILE]
@@ -325,8 +334,10 @@ def check_wrong_types_raise_adapter_errors(maker: Maker) -> None:
     for key, wrong in cases:
         try:
             maker.create().read_config(written.stored | {key: wrong})
-            maker.read(written.stored | {key: wrong}, written.tensors)
+            scales = [delta.scale for delta in maker.read(written.stored | {key: wrong}, written.tensors).values()]
         except AdapterError as error:
             assert "\n" not in str(error), f"{key}: {wrong!r:.50} raises an error of several lines"
         except Exception as error:
             raise AssertionError(f"{key}: {wrong!r:.50} raises {type(error).__name__}: {error}") from error
+        else:
+            assert all(abs(scale) <= LARGEST for scale in scales), f"{key}: {wrong!r:.50} gives the scale {scales[0]}, which is no float32"
