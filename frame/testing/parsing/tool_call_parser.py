@@ -106,6 +106,16 @@ def check_known_calls_are_read(make: MakeCalls) -> None:
         assert read_values(calls) == expected, f"{text!r} has {len(expected)} calls, and is read as {calls}"
 
 
+def check_calls_without_arguments(make: MakeCalls) -> None:
+    """Models leave the arguments out: such a call has an object without members as its arguments,
+    or is no call."""
+    arguments = {"city": CITY}
+    for text in _drawn(make, make_rule(arguments)):
+        absent = re.sub(r',\s*"\w+"\s*:\s*\{[^{}]*\}', "", text)
+        for _, value in read_calls(make, [absent], make_rule(arguments).functions)[1]:
+            assert isinstance(_json(value), dict), f"{absent!r} has the arguments {value!r}, which are no object"
+
+
 def check_marks_within_arguments(make: MakeCalls) -> None:
     """Code of a parser is an argument too: texts with its marks, of formats that quote texts. One
     that does not quote them cannot tell its marks from theirs."""

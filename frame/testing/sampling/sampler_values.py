@@ -54,6 +54,18 @@ def check_seed_of_scaled_logits(bench: Bench) -> None:
     assert not wrong, f"logits that are {wrong[0]:g} times greater draw other tokens at the temperature {wrong[0]:g} than at 1"
 
 
+def check_logits_that_are_shifted(bench: Bench) -> None:
+    """A number that is added to all logits of a row changes no draw: probabilities depend on
+    differences."""
+    results = {}
+    for shift in (0.0, 4096.0, -4096.0):
+        bed = bench.make().enter(*(bench.setup(slot, slot, temperature=1.0) for slot in range(SLOTS)))
+        logits = [(make_logits(SLOTS, seed=seed) * 256).round() / 256 + shift for seed in range(8)]  # sums are exact
+        results[shift] = [bed.draw(each, range(SLOTS), [PROMPT + step] * SLOTS).tolist() for step, each in enumerate(logits)]
+    wrong = [shift for shift, tokens in results.items() if tokens != results[0.0]]
+    assert not wrong, f"logits to which {wrong[0]:g} is added draw other tokens"
+
+
 def check_seed_uses_all_bits(bench: Bench) -> None:
     """Keys that differ in one bit, whichever it is, draw other tokens."""
     slots = torch.arange(NUM_BITS + 1, device=bench.device)

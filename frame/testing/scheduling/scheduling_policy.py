@@ -337,6 +337,17 @@ def check_order_starves_no_request(policy: Make) -> None:
         assert waited < MAX_WAIT, f"a request with {what} waits for {waited} s while later ones are admitted: see `late_first`"
 
 
+def check_preemption_starves_no_request(policy: Make) -> None:
+    """A request that differs from those that arrive after it is not preempted for each of them."""
+    one, differs = policy(), (False, True)
+    for long_prompt, long_output, cached in product(differs, differs, differs):
+        old = _shaped(0, 0.0, (long_prompt, long_output, cached, 0))
+        new = (_shaped(second, float(second), (not long_prompt, not long_output, not cached, 0)) for second in range(1, MAX_WAIT + 1))
+        what = f"a {'long' if long_prompt else 'short'} prompt and {'many' if long_output else 'few'} output tokens"
+        always = all(one.can_preempt(request, old) for request in new)
+        assert not always, f"a request with {what} is preempted for each one that arrives in {MAX_WAIT} s: compare arrivals too"
+
+
 Shape = tuple[bool, bool, bool, int]
 
 

@@ -4,6 +4,7 @@ call leaves behind. Must not know a plugin by name."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import io
 import json
@@ -62,6 +63,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     yield Check("appears_at_once", partial(_appears_at_once, subject))
     yield Check("runs", partial(_runs, subject, make))
     yield Check("calls_are_apart", partial(_calls_are_apart, subject))
+    yield Check("output_that_fails_is_a_failure", partial(_output_that_fails_is_a_failure, subject, make))
     yield Check("prints_what_it_states", partial(_prints_what_it_states, subject, make))
     yield Check("wrong_values_end_in_a_sentence", partial(_wrong_values_end_in_a_sentence, subject, make))
     yield Check("unusable_files_are_failures", partial(_unusable_files_are_failures, subject, make))
@@ -192,6 +194,28 @@ def _compare_calls(subject: Subject, calls: Sequence[tuple[str, ...]]) -> None:
             for arguments, expected in zip(calls, alone, strict=True):
                 output = run(shared, arguments)
                 assert output == expected, f"after other calls, {arguments} prints {output!r:.100} and not {expected!r:.100}"
+
+
+class _FullDisk(io.StringIO):
+    """Takes no text."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _output_that_fails_is_a_failure(subject: Subject, make: Callable[[], click.Command]) -> None:
+    """A call that prints does not end with exit code 0 where its output cannot be written."""
+    for arguments in _list_calls(subject):
+        with unchanged_process("a call changes"):
+            if not _invoke(make(), *arguments).stdout:
+                continue
+            with contextlib.redirect_stdout(_FullDisk()):
+                try:
+                    make().main([*arguments], prog_name="frame x", standalone_mode=True)
+                except SystemExit as end:
+                    assert end.code, f"the call with {arguments} ends with exit code 0, though its output cannot be written"
+                except Exception as error:  # noqa: BLE001 - a failure, as it should be
+                    assert not isinstance(error, AssertionError), str(error)
 
 
 def _wrong_values_end_in_a_sentence(subject: Subject, make: Callable[[], click.Command]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -235,3 +236,12 @@ class KeepsTheProcessAlive(Greeting):
 
     def run(self, name: str, times: int) -> None:
         threading.Thread(target=time.sleep, args=(1.0,)).start()
+
+
+@mutant
+class HidesErrors(Greeting):
+    """Ends with exit code 0 when its output cannot be written."""
+
+    def run(self, name: str, times: int) -> None:
+        with contextlib.suppress(Exception):
+            super().run(name, times)

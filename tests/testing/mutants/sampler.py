@@ -493,5 +493,17 @@ class ClaimsDrafts(Surprise):
     """Says that its draws verify drafts and follow seeds, and moves with each token."""
 
 
+@mutant
+class SubtractsLargeSquares(Sigma):
+    """Computes the variance as the mean of squares less the square of the mean, which cancel."""
+
+    def find_limit(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        is_allowed = logits > -torch.inf
+        count = is_allowed.sum(-1, keepdim=True).clamp(min=1)
+        kept = logits.where(is_allowed, 0.0)
+        variance = kept.square().sum(-1, keepdim=True) / count - (kept.sum(-1, keepdim=True) / count).square()
+        return logits.amax(-1, keepdim=True) - self.widths[slots].unsqueeze(1) * variance.clamp(min=0).sqrt()
+
+
 for target in sampler_values.WRONG:
     mutant(target, capabilities=SamplerCapabilities())

@@ -294,3 +294,11 @@ class ServesTenantsInTurn(ShortestFirst):
         for request in ordered[:1]:
             self.served[request.tenant] = self.served.get(request.tenant, 0) + request.prompt_len
         return ordered
+
+
+@mutant
+class AlwaysPreemptsLongPrompts(ShortestFirst):
+    """Preempts a request for each shorter one, however long it has been there."""
+
+    def can_preempt(self, waiting: Request, running: Request) -> bool:
+        return waiting.prompt_len < running.prompt_len

@@ -392,3 +392,12 @@ class CountsByFunction(Hermes):
     def feed(self, text: str) -> ToolDelta:
         found = super().feed(text)
         return replace(found, calls=tuple(map(self._number, found.calls)))
+
+
+@mutant
+class NullForNoArguments(Hermes):
+    """Gives a call without arguments null in their place."""
+
+    def feed(self, text: str) -> ToolDelta:
+        found = super().feed(text)
+        return replace(found, calls=tuple(replace(call, arguments=call.arguments.replace("{}", "null")) for call in found.calls))
