@@ -166,7 +166,8 @@ def check_pixels_at_the_edges_count(maker: Maker) -> None:
         raise SkipCheck("only pictures are compared pixel by pixel")
     plain = make_pixels(224, 224)
     before = maker.read(save_image(plain))
-    for edge, place in {"left": np.s_[:, 0], "right": np.s_[:, -1], "upper": np.s_[0], "lower": np.s_[-1]}.items():
+    edges: dict[str, Any] = {"left": np.s_[:, 0], "right": np.s_[:, -1], "upper": np.s_[0], "lower": np.s_[-1]}
+    for edge, place in edges.items():
         changed = plain.copy()
         changed[place] ^= 255
         assert not _equal(maker.read(save_image(changed)), before), f"the pixels of the {edge} edge are not in the features"
