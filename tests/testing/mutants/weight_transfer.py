@@ -375,7 +375,7 @@ class WaitsAfterClose(GroupTransfer):
 
 @mutant
 class ReadsFilesOfOthers(IpcTransfer):
-    """Reads a file whoever it belongs to."""
+    """Reads files of any owner."""
 
     def _open(self, buffer: Any, stack: Any) -> Any:
         with mock.patch.object(os, "fstat", lambda _: self._own(Path(FOLDER, buffer.handle).stat())):
