@@ -1,13 +1,16 @@
-"""`TorchCalls`: counts calls of torch, and finds those for which the host waits. Used by the
-conformance suites of plugins whose calls must be few and must not wait."""
+"""`TorchCalls`: counts calls of torch, and finds those for which the host waits. `unchanged_torch`:
+finds changed settings. Used by the conformance suites of plugins that compute with torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from frame.testing.conformance import unchanged_process
 
 # Functions and methods that wait for the device.
 WAITS = frozenset((
@@ -50,3 +53,38 @@ def _waiting_indices(args: Sequence[Any]) -> Iterator[str]:
                 yield "an index of one number in a tensor"
         elif isinstance(index, slice) and any(isinstance(end, torch.Tensor) for end in (index.start, index.stop, index.step)):
             yield "a slice whose ends are in a tensor"
+
+
+# What a plugin leaves as it is: how it is read and set, and its value during a check.
+SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any], Any], ...] = (
+    ("default dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+    ("number of threads", torch.get_num_threads, torch.set_num_threads, 2),
+    ("mode of gradients", torch.is_grad_enabled, torch.set_grad_enabled, True),
+    ("precision of matmuls", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+    ("deterministic mode", torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, False),
+    ("seed", torch.initial_seed, torch.manual_seed, 20_041),
+)
+
+
+@contextmanager
+def unchanged_torch(what: str) -> Iterator[None]:
+    """Raises AssertionError at the end if the body, which the sentence calls `what`, changed
+    settings of the process or of torch. Inside, these are torch's own, or values that a plugin has
+    no reason to set."""
+    with torch.random.fork_rng(devices=[]):
+        before = [read() for _, read, _, _ in SETTINGS[:-1]]  # fork_rng restores the seed
+        _write([value for *_, value in SETTINGS])
+        try:
+            with unchanged_process(what):
+                yield
+            changed = [name for name, read, _, value in SETTINGS if read() != value]
+        finally:
+            _write(before)
+    assert not changed, f"{what} torch's {' and '.join(changed)}"
+
+
+def _write(values: Sequence[Any]) -> None:
+    """Set the first settings where they differ: setting some imports modules."""
+    for (_, read, write, _), value in zip(SETTINGS, values, strict=False):
+        if read() != value:
+            write(value)

@@ -3,7 +3,10 @@ checked is skipped. `test_mutants` shows what it finds."""
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
+import torch
 
 from frame.core.interfaces.model import ModelCapabilities
 from frame.core.interfaces.plugin import PluginRecord
@@ -11,6 +14,7 @@ from frame.models.llama import LlamaForCausalLM
 from frame.plugins.loader import load_registry
 from frame.testing import conformance
 from frame.testing.conformance import run_suite
+from frame.testing.model import feature_checks, loading_checks, state_checks
 from frame.testing.model import session as model_session
 from frame.testing.model import suite as model
 
@@ -45,6 +49,19 @@ def test_a_config_of_ones_own_is_used_with_random_weights() -> None:
     assert results["mixed_batches-OwnForCausalLM"].result == "passed"
     assert results["agrees_with_transformers-OwnForCausalLM"].result == "skipped"
     assert [outcome for outcome in results.values() if outcome.result == "failed"] == []
+
+
+@pytest.mark.parametrize("module", [feature_checks, loading_checks, state_checks])
+def test_the_checks_of_each_module_are_part_of_the_suite(module: ModuleType) -> None:
+    own = subject(type("Own", (LlamaForCausalLM,), {"conformance_config": CONFIG}))
+    names = {check.name.rpartition("-")[0] for check in model.suite(own)}
+    assert {name for name, _ in conformance.find_checks(module.__name__)} <= names
+
+
+def test_a_lent_tensor_ends_with_the_next_one() -> None:
+    first, second = (tensor for _, tensor in loading_checks.lend([("a", torch.ones(2)), ("b", torch.zeros(3))]))
+    assert first.isnan().all()
+    assert second.isnan().all()
 
 
 def test_without_a_checkpoint_the_suite_is_skipped() -> None:

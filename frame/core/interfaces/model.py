@@ -261,8 +261,8 @@ class Model(ABC):
       sequence classifier its labels. Numbers that are not finite stay so: they end their request.
       It is not called for embeddings.
     - `load_weights` consumes every (name, tensor) and returns the names of the parameters that it
-      set, so that the loader can name the missing ones. An update calls it again. An unknown name
-      is an error, unless `ignored_weights` matches it.
+      set in this call, so that the loader can name the missing ones. An update calls it again. An
+      unknown name is an error, unless `ignored_weights` matches it.
     Implementations also derive from `torch.nn.Module`.
     """
 
@@ -282,7 +282,9 @@ class Model(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
-        """Set the parameters from a checkpoint's tensors, each sliced to this rank's part."""
+        """Set the parameters from a checkpoint's tensors, each sliced to this rank's part. Tensors
+        come in any order, and those of an update in several calls, of which one may have a part of
+        a layer. A tensor's values are valid until the next one is requested: copy what is kept."""
 
 
 class CausalLM(Model):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +120,15 @@ def make_plugin(kind: str, name: str, context: Any) -> Any:
     return registry.load(registry.get(kind, name))(context)
 
 
-def build_model_context(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype, group: Collective | None = None) -> ModelContext:
+def build_model_context(
+    subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype, group: Collective | None = None, **changes: Any
+) -> ModelContext:
     """The context of a model with PyTorch's attention and unquantized weights, on one rank or on
-    that of `group`."""
+    that of `group`. changes: fields of the context."""
     config = checkpoint.model_config
-    bare: BuildContext = build_context(subject.setting.device, dtype, 16)
+    deterministic: bool = changes.get("deterministic", False)
+    bare: BuildContext = build_context(subject.setting.device, dtype, 16, deterministic=deterministic)
+    bare = replace(bare, limits=replace(bare.limits, max_context=min(bare.limits.max_context, max(config.max_context, LENGTH))))
     if group is not None:
         bare = replace(bare, tp=group, plan=ParallelPlan(tp=group.size))
     task: Task = "generate" if "generate" in getattr(subject.record.capabilities, "tasks", ("generate",)) else "embed"
@@ -137,13 +141,16 @@ def build_model_context(subject: Subject, checkpoint: Checkpoint, dtype: torch.d
         moe_runner=make_plugin("moe_runner", "torch_native", bare) if config.num_experts else None,
         moe_dispatcher=make_plugin("moe_dispatcher", "all_reduce", bare) if config.num_experts else None,
     )
-    return ModelContext.from_build(context, config)
+    return ModelContext.from_build(replace(context, **changes), config)
 
 
-def build(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, group: Collective | None = None) -> Any:
-    """The model with parameters of NaN, except those that a checkpoint need not have."""
+def build(
+    subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, group: Collective | None = None, **changes: Any
+) -> Any:
+    """The model with parameters of NaN, except those that a checkpoint need not have. changes:
+    fields of its context."""
     with torch.device("meta"):
-        model = subject.target(build_model_context(subject, checkpoint, dtype, group), subject.options)
+        model = subject.target(build_model_context(subject, checkpoint, dtype, group, **changes), subject.options)
     assert isinstance(model, nn.Module), f"{type(model).__name__} is no torch.nn.Module"
     allocate_parameters(model, torch.device(subject.setting.device))
     with torch.no_grad():
@@ -159,62 +166,85 @@ def read(model: Any, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32)
     source = registry.load(registry.get("weight_source", "dummy" if checkpoint.folder is None else "safetensors"))
     context = WeightSourceContext(checkpoint.folder or Path(), torch.device("cpu"), dtype, expected_shapes=partial(expected_shapes, model))
     tensors: Any = read_weights(source(context))
-    return list(tensors)
+    return [(name, draw_vector(name, tensor, dtype) if checkpoint.folder is None else tensor) for name, tensor in tensors]
+
+
+def draw_vector(name: str, tensor: Any, dtype: torch.dtype) -> Any:
+    """A random vector of the tensor's size, near 0 for a bias and near 1 for another one; a tensor
+    of more dimensions stays. With biases of 0 and equal factors, mistakes with them do not show."""
+    if len(tensor.shape) != 1:
+        return tensor
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = 0.1 * torch.randn(tensor.shape, generator=generator)
+    return (noise if name.endswith("bias") else 1 + noise).to(dtype)
 
 
 @torch.no_grad()
-def load(subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, group: Collective | None = None) -> Any:
-    """The model with the checkpoint's weights, ready to run."""
-    model = build(subject, checkpoint, dtype, group)
+def load(
+    subject: Subject, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, group: Collective | None = None, **changes: Any
+) -> Any:
+    """The model with the checkpoint's weights, ready to run. changes: fields of its context."""
+    model = build(subject, checkpoint, dtype, group, **changes)
     model.load_weights(iter(read(model, checkpoint, dtype)))
     process_weights_after_loading(model)
     return model.eval().requires_grad_(False)
 
 
-def list_caches(model: Model, config: ModelConfig, page_size: int, ranks: int = 1) -> list[LayerCache]:
-    """What each layer stores of every token. Raises SkipCheck for a model that stores other
-    things."""
+def list_caches(model: Model, config: ModelConfig, page_size: int, ranks: int = 1) -> list[tuple[int, LayerCache]]:
+    """What each layer stores of every token, and the number of its cache group. Raises SkipCheck
+    for a model that stores other things."""
     groups = model_geometry(model, kv_geometry(config, ranks, page_size, "float32")).groups
     others = {group.kind for group in groups} - {"tokens", "window"}
     if others:
         raise SkipCheck(f"the suite has no cache of kind {' or '.join(sorted(others))}; compare served tokens with transformers instead")
-    return sorted((layer for group in groups for layer in group.layers), key=attrgetter("layer"))
+    return sorted(((number, layer) for number, group in enumerate(groups) for layer in group.layers), key=lambda each: each[1].layer)
 
 
 class Session:
-    """A model and its requests. Unused pages are NaN."""
+    """A model and its requests. Unused pages are NaN, and those of a cache group are not those of
+    another."""
 
     def __init__(self, subject: Subject, checkpoint: Checkpoint, model: Model, page_size: int = 16, slots: int = 5, ranks: int = 1) -> None:
         config, context = checkpoint.model_config, getattr(model, "context", None)
         self.subject, self.model, self.page_size = subject, model, page_size
         bare = build_context(subject.setting.device, torch.float32, page_size)
         self.backend: AttentionBackend = make_plugin("attention_backend", "torch_native", bare) if context is None else context.attention
-        pages = -(-LENGTH // page_size)
-        order = np.random.default_rng(7).permutation(slots * pages).astype(np.int32)
-        self.pages = Pages(page_size, slots * pages, order.reshape(slots, pages), np.zeros(0, np.int32), [])
         if getattr(subject.record.capabilities, "expands_mla", False):
             config = replace(config, kind="mha", latent=None, num_kv_heads=config.num_heads)
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())  # type: ignore[attr-defined]
         make = partial(torch.full, fill_value=torch.nan, dtype=dtype, device=subject.setting.device)
-        layers = [
-            PlainKVCache(page_size, [make((self.pages.num_pages, page_size, *tensor.shape)) for tensor in layer.tensors])
-            for layer in list_caches(model, config, page_size, ranks)
-        ]
+        caches, count = list_caches(model, config, page_size, ranks), slots * -(-LENGTH // page_size)
+        self.groups = {layer.layer: group for group, layer in caches}  # by layer
+        ends = [count * number for number in range(1 + max(self.groups.values(), default=0), 0, -1)]  # pages of the first are no others'
+        layers = [PlainKVCache(page_size, []) for _ in range(config.num_layers)]  # those of other stages stay empty
+        for group, cache in caches:
+            layers[cache.layer] = PlainKVCache(page_size, [make((ends[group], page_size, *each.shape)) for each in cache.tensors])
         self.kv = LayeredKVCache(page_size, layers)
         self.computed = [0] * slots
+        orders = [end - count + np.random.default_rng(7).permutation(count).astype(np.int32) for end in ends]
+        self.pages = [
+            Pages(page_size, end, order.astype(np.int32).reshape(slots, -1), np.zeros(0, np.int32), [])
+            for end, order in zip(ends, orders, strict=True)
+        ]  # by group
 
     def batch(self, rows: Sequence[tuple[int, Sequence[int]]], num_decodes: int) -> ForwardBatch:
         """The batch of one step, with the backend's plan."""
-        size, places = self.page_size, []
+        batch, *others = (self._make_batch(rows, num_decodes, group) for group in range(len(self.pages)))
+        views = {layer: others[group - 1] for layer, group in self.groups.items() if group}
+        return replace(batch, views=views or None)
+
+    def _make_batch(self, rows: Sequence[tuple[int, Sequence[int]]], num_decodes: int, group: int) -> ForwardBatch:
+        """The batch as layers of one cache group need it."""
+        size, places, table = self.page_size, [], self.pages[group].table
         before = tuple(self.computed[slot] for slot, _ in rows)
         for (slot, tokens), start in zip(rows, before, strict=True):
             positions = np.arange(start + len(tokens))
-            places.append(self.pages.table[slot, positions // size].astype(np.int64) * size + positions % size)
-        pages = replace(self.pages, slots=np.array([slot for slot, _ in rows], dtype=np.int32), places=places)
+            places.append(table[slot, positions // size].astype(np.int64) * size + positions % size)
+        pages = replace(self.pages[group], slots=np.array([slot for slot, _ in rows], dtype=np.int32), places=places)
         layout = Rows(before, tuple(len(tokens) for _, tokens in rows), num_decodes)
         batch = forward_batch(layout, pages, self.kv, self.subject.setting.device)
         ids = torch.tensor([token for _, tokens in rows for token in tokens], device=batch.token_ids.device)
-        batch = replace(batch, token_ids=ids, logits_indices=torch.arange(len(ids), device=ids.device))
+        batch = replace(batch, token_ids=ids, logits_indices=torch.arange(len(ids), device=ids.device), group=group)
         return replace(batch, plan=self.backend.plan(batch))
 
     @torch.inference_mode()
@@ -242,12 +272,14 @@ class Session:
 
     def share(self, leader: int, slot: int, tokens: int) -> None:
         """A prefix hit: the slot's first pages become those of `leader`."""
-        pages = tokens // self.page_size
-        self.pages.table[slot, :pages] = self.pages.table[leader, :pages]
-        self.computed[slot] = pages * self.page_size
+        count = tokens // self.page_size
+        for pages in self.pages:
+            pages.table[slot, :count] = pages.table[leader, :count]
+        self.computed[slot] = count * self.page_size
 
     def release(self, slot: int) -> None:
         """The request ends, and the next one gets its slot and pages, which are NaN again."""
-        for part in self.kv.parts:
-            part[torch.from_numpy(self.pages.table[slot].astype(np.int64))] = torch.nan
+        for layer, group in self.groups.items():
+            for part in self.kv.layers[layer].parts:
+                part[torch.from_numpy(self.pages[group].table[slot].astype(np.int64))] = torch.nan
         self.computed[slot] = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,18 +22,20 @@ from frame.checkpoint.model_config import read_model_config
 from frame.core.errors import CheckpointError, ConfigurationError
 from frame.loading.loader import forget_loaded, process_weights_after_loading
 from frame.testing.conformance import Check, SkipCheck, Subject, find_checks
-from frame.testing.generators import require_bounded
-from frame.testing.model.configurations import write_forms
+from frame.testing.model import feature_checks, loading_checks, state_checks
+from frame.testing.model.configurations import write_forms, write_settings
 from frame.testing.model.session import Checkpoint, Session, build, compute_reference, find_checkpoints, load, read
+from frame.testing.model.tools import Tools
 from frame.testing.ranks.thread_group import ThreadGroup, run_ranks
 
-TOLERANCE = 2e-4  # absolute and relative, in float32
 OF_ENCODERS = (
     "weights_are_complete", "missing_tensors_are_named", "unknown_tensor_is_an_error", "agrees_with_transformers",
-    "forms_of_the_configuration", "rows_of_a_batch",
+    "forms_of_the_configuration", "rows_of_a_batch", "weights_in_any_order", "weights_in_parts", "names_are_those_of_the_call",
+    "processed_twice", "process_is_left_as_it_is",
 )  # fmt: skip
+MODULES = (__name__, loading_checks.__name__, state_checks.__name__, feature_checks.__name__)
+LAYER = re.compile(r"[./]\d+[./]")  # in the name of a parameter
 UNKNOWN = "model.layers.0.conformance_unknown.weight"
-Expected = Callable[[list[int]], torch.Tensor]
 
 
 def suite(subject: Subject) -> Iterator[Check]:
@@ -45,7 +47,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     for checkpoint in checkpoints:
         name = checkpoint.model_config.architecture
         tools = partial(Tools, subject, checkpoint)
-        checks = dict(find_checks(__name__))
+        checks = {label: check for module in MODULES for label, check in find_checks(module)}
         if getattr(capabilities, "encoder", False):
             checks = {label: check for label, check in checks.items() if label in OF_ENCODERS}
         else:
@@ -60,31 +62,6 @@ def _no_checkpoint(subject: Subject) -> None:
         f"no tiny checkpoint of {names} is known; "
         f"give {subject.target.__name__} a class attribute `conformance_config` with the content of a small config.json"
     )
-
-
-class Tools:
-    """The model of one checkpoint, and what it must compute."""
-
-    def __init__(self, subject: Subject, checkpoint: Checkpoint) -> None:
-        self.subject, self.checkpoint = subject, checkpoint
-
-    def open(self, page_size: int = 16, dtype: torch.dtype = torch.float32) -> Session:
-        return Session(self.subject, self.checkpoint, load(self.subject, self.checkpoint, dtype), page_size)
-
-    def expected(self, tokens: list[int]) -> torch.Tensor:
-        result = self.checkpoint.reference(tokens)
-        return self.open().step((0, tokens))[0] if result is None else result
-
-    def prompt(self, length: int, seed: int = 0) -> list[int]:
-        vocab = self.checkpoint.model_config.vocab_size
-        return torch.randint(6, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-    def compare(self, result: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-        assert result.shape == expected.shape, f"{what}: the result's shape is {tuple(result.shape)}, not {tuple(expected.shape)}"
-        assert torch.isfinite(result).all(), f"{what}: the result is not finite; a weight or a page was read that is not set"
-        error = (result - expected).abs() / (1 + expected.abs())
-        worst = int(error.amax(-1).argmax())
-        assert float(error.max()) <= TOLERANCE, f"{what}: largest error {float(error.max()):.2e} at token {worst} of {len(error)}"
 
 
 # weights ------------------------------------------------------------------------------------------
@@ -167,14 +144,34 @@ def check_forms_of_the_configuration(tools: Tools) -> None:
     tokens = tools.prompt(45, seed=1)
     with tempfile.TemporaryDirectory(prefix="frame-conformance-") as place:
         for what, folder in write_forms(tools.checkpoint, Path(place)):
-            if (expected := compute_reference(folder, tokens)) is None:
-                continue
-            try:
-                other = Checkpoint(replace(read_model_config(folder), encoder=tools.checkpoint.model_config.encoder), folder)
-                session = Session(tools.subject, other, load(tools.subject, other))
-            except (ConfigurationError, KeyError, ValueError):
-                continue  # refused
-            tools.compare(session.step((0, tokens))[0], expected, f"config.json {what}: a prompt, against transformers")
+            _compare_form(tools, what, folder, tokens)
+
+
+def check_settings_of_the_configuration(tools: Tools) -> None:
+    """With other rotary scaling, activations, biases, windows and sizes of heads, where the
+    architecture has them, a model is that of transformers, or is refused."""
+    if tools.checkpoint.folder is None:
+        raise SkipCheck("transformers has no model of this architecture here")
+    tokens = tools.prompt(45, seed=1)
+    with tempfile.TemporaryDirectory(prefix="frame-conformance-") as place:
+        for together, singly in write_settings(tools.checkpoint, Path(place)):
+            if not together or _compare_form(tools, *together[0], tokens):
+                for each in singly:
+                    _compare_form(tools, *each, tokens)
+
+
+def _compare_form(tools: Tools, what: str, folder: Path, tokens: list[int]) -> bool:
+    """Compare with transformers, where it and the model read this configuration. -> whether the
+    model refuses it"""
+    if (expected := compute_reference(folder, tokens)) is None:
+        return False
+    try:
+        other = Checkpoint(replace(read_model_config(folder), encoder=tools.checkpoint.model_config.encoder), folder)
+        session = Session(tools.subject, other, load(tools.subject, other))
+    except (ConfigurationError, KeyError, ValueError):
+        return True
+    tools.compare(session.step((0, tokens))[0], expected, f"config.json {what}: a prompt, against transformers")
+    return False
 
 
 def check_rows_of_a_batch(tools: Tools) -> None:
@@ -250,9 +247,10 @@ def check_slots_are_reused(tools: Tools) -> None:
 
 def check_long_prompts(tools: Tools) -> None:
     length = min(2151, tools.checkpoint.model_config.max_context)
-    tokens, session = tools.prompt(length, seed=4), tools.open()
-    result = torch.cat([session.step((0, tokens[: length - 1]))[0], session.step((0, tokens[length - 1 :]))[0]])
-    tools.compare(result[-20:], tools.expected(tokens)[-20:], f"the end of a prompt of {length} tokens")
+    tokens, other, session = tools.prompt(length, seed=4), tools.prompt(20, seed=5), tools.open()
+    first, (last, beside) = session.step((0, tokens[: length - 1]))[0], session.step((0, tokens[length - 1 :]), (1, other))
+    tools.compare(torch.cat([first, last])[-20:], tools.expected(tokens)[-20:], f"the end of a prompt of {length} tokens")
+    tools.compare(beside, tools.expected(other), f"a prompt of {len(other)} tokens beside one of {length}")
 
 
 def check_two_ranks(tools: Tools) -> None:
@@ -261,6 +259,8 @@ def check_two_ranks(tools: Tools) -> None:
     subject, checkpoint = tools.subject, tools.checkpoint
     if not getattr(subject.record.capabilities, "tensor_parallel", True):
         raise SkipCheck("the record says that the model has no tensor parallelism")
+    if checkpoint.model_config.num_heads % 2:
+        raise SkipCheck(f"two ranks cannot share {checkpoint.model_config.num_heads} attention heads")
     tokens, other = tools.prompt(30, seed=8), tools.prompt(21, seed=9)
 
     def work(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -328,27 +328,6 @@ def check_results_are_kept(tools: Tools) -> None:
         tools.compare(result.float().cpu(), one, "a step whose token ids are at the address of those before")
 
 
-def check_steps_leave_nothing(tools: Tools) -> None:
-    """100 steps leave no tensor behind."""
-    session, tokens = tools.open(), tools.prompt(3, seed=1)
-
-    def work(number: int) -> None:
-        session.step((0, tokens))
-        session.computed[0] = 0
-
-    counted = _Holder(session.model)
-    require_bounded(counted, work, 60, "steps of three tokens", slack=10, factor=1.0)
-
-
-class _Holder:
-    """What a model and its class hold besides parameters, for `count_elements`, which follows no
-    class by itself."""
-
-    def __init__(self, model: Any) -> None:
-        self.held = [vars(kind) for kind in type(model).__mro__ if kind.__module__.split(".")[0] != "torch" and kind is not object]
-        self.own = [value for name, value in vars(model).items() if not name.startswith("_") and name not in ("context", "model_config")]
-
-
 def check_selected_tokens(tools: Tools) -> None:
     """Hidden states of `SelectedTokens` alone, and a cache that still gets all tokens."""
     session = tools.open()
@@ -358,6 +337,9 @@ def check_selected_tokens(tools: Tools) -> None:
     expected = tools.expected(tokens)
     tools.compare(session.step((0, tokens[:25]), selected=[24, 3])[0].float().cpu(), expected[[24, 3]], "two selected tokens")
     tools.compare(session.step((0, tokens[25:]))[0], expected[25:], "the step after selected tokens")
+    (none,) = session.step((1, tokens[:9]), selected=[])  # a chunk of a prompt alone
+    assert none.shape == (0, expected.shape[1]), f"the logits of no selected token have the shape {tuple(none.shape)}"
+    tools.compare(session.step((1, tokens[9:]))[0], expected[9:], "the step after one without selected tokens")
 
 
 def check_far_positions(tools: Tools) -> None:
@@ -390,6 +372,31 @@ def check_numbers_that_are_not_finite(tools: Tools) -> None:
     assert not torch.isfinite(logits[3]).any(), "hidden states that are NaN have finite logits: the engine does not notice them"
     others = [row for row in range(len(tokens)) if row != 3]
     tools.compare(logits[others], expected[others], "logits beside a row that is NaN")
+    if not tools.checkpoint.model_config.config.get("final_logit_softcapping"):
+        with torch.inference_mode():
+            hidden[3] = 0.0
+            hidden[3, 0] = torch.inf
+            logits = session.model.compute_logits(hidden).float().cpu()
+        assert not torch.isfinite(logits[3]).any(), "hidden states with an infinity have finite logits: the engine does not notice them"
+
+
+@torch.no_grad()
+def check_a_token_that_is_not_a_number(tools: Tools) -> None:
+    """A token whose embedding is NaN has logits of NaN, and changes those of no other request."""
+    session, tokens = tools.open(), tools.prompt(12, seed=1)
+    model: Any = session.model
+    vocab, broken = tools.checkpoint.model_config.vocab_size, 3
+    outside = [each for name, each in model.named_parameters() if each.dim() == 2 and not LAYER.search(name)]
+    tables = [each for each in outside if vocab <= len(each) < 2 * vocab]
+    if not tables:
+        raise SkipCheck("no parameter has a row for each token")
+    expected = session.step((0, tokens))[0]
+    for table in tables:
+        table[broken] = torch.nan
+    poisoned, result = session.step((1, [broken, *tokens]), (2, tokens))
+    kept = [token for token in range(vocab) if token != broken]  # the head may have the same table
+    assert not torch.isfinite(poisoned[0]).any(), "a token whose embedding is NaN has finite logits: the engine does not notice it"
+    tools.compare(result[:, kept], expected[:, kept], "a request beside one with an embedding of NaN")
 
 
 def check_logits_of_some_rows(tools: Tools) -> None:

@@ -17,10 +17,11 @@ from frame.core.interfaces.moe import DispatcherCapabilities, DispatchOutput, Ex
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.testing.conformance import Check, Subject, collect
-from frame.testing.generators import require_fast
+from frame.testing.generators import require_bounded, require_fast
 from frame.testing.moe.experts import TOLERANCE, draw, reference, split, supports
 from frame.testing.ranks.thread_group import ThreadGroup, run_ranks
 from frame.testing.tensors import require_form, require_near, unchanged
+from frame.testing.torch_calls import unchanged_torch
 
 SIZES = (
     (7, 8, 2, 32, 24),
@@ -273,6 +274,50 @@ def check_a_token_stands_alone(place: Place) -> None:
 
     results = [result[:1] for result in run_ranks(2, work)]
     _compare(results, (x[:1], *(part[:1] for part in rest[:2]), *rest[2:]), "the first token while all others are NaN")
+
+
+def check_a_rank_without_results(place: Place) -> None:
+    """The results of the experts of one rank may all be 0."""
+    inputs = place.draw(SIZES[0])
+
+    def work(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        dispatcher = place.make(group)
+        tokens = _dispatch(dispatcher, inputs)
+        out = _run(dispatcher, tokens, inputs, group)
+        alone = _combine(dispatcher, out * (group.rank == 1), tokens, inputs)
+        tokens = _dispatch(dispatcher, inputs)
+        return alone, _combine(dispatcher, out * (group.rank == 0), tokens, inputs)
+
+    (first, second), others = run_ranks(2, work)
+    assert all(map(torch.equal, (first, second), others)), "where the results of one rank are 0, the ranks have different sums"
+    _compare([first.double().add(second).to(first.dtype)], inputs, "ranks whose results are 0 in turn")
+
+
+def check_steps_leave_nothing(place: Place) -> None:
+    """Steps of one size leave no tensor behind."""
+    inputs = place.draw(SIZES[0])
+
+    def work(group: ThreadGroup) -> None:
+        dispatcher = place.make(group)
+        placement = dispatcher.place_experts(len(inputs[3]))
+
+        def exchange(number: int) -> None:
+            tokens = dispatcher.dispatch(*inputs[:3], placement)
+            dispatcher.combine(tokens.x, tokens)
+
+        require_bounded(dispatcher, exchange, 40, "steps of one size", slack=5)
+
+    run_ranks(1, work)
+
+
+def check_process_is_left_as_it_is(place: Place) -> None:
+    inputs = place.draw(SIZES[0])
+
+    def work(group: ThreadGroup) -> None:
+        with unchanged_torch("the dispatcher changes"):
+            _run_layer(place, inputs, group)
+
+    run_ranks(1, work)
 
 
 def check_takes_parts_on_one_rank(place: Place) -> None:

@@ -18,10 +18,10 @@ from frame.core.interfaces.moe import DispatchOutput, MoERunner, SupportsPairMat
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.models.layers.weights.expert_weights import pack_small_experts
 from frame.testing.conformance import Check, Subject, collect
-from frame.testing.generators import call_at_one_address, require_kept, require_near_reference
+from frame.testing.generators import call_at_one_address, require_bounded, require_kept, require_near_reference
 from frame.testing.moe.experts import TOLERANCE, activate_by_halves, draw, reference, supports
 from frame.testing.tensors import require_form, require_near, unchanged
-from frame.testing.torch_calls import TorchCalls
+from frame.testing.torch_calls import TorchCalls, unchanged_torch
 
 SIZES = (  # tokens, experts, k, hidden, inner
     (1, 4, 1, 32, 16),
@@ -37,6 +37,9 @@ SIZES = (  # tokens, experts, k, hidden, inner
     (5001, 4, 2, 16, 8),
 )
 LARGE = ((1, 64, 8, 512, 256), (300, 64, 8, 512, 256), (2048, 32, 4, 256, 128))
+FP8_SIZES = (7, 4, 2, 256, 128)
+FP8_FACTOR = 64.0  # what the values of a random weight are multiplied by before they are rounded
+FP8_TOLERANCE = 0.1  # a runner may quantize the tokens, too
 LayerInputs = tuple[torch.Tensor, ...]  # x, ids, weights, gate_up, down
 
 
@@ -82,6 +85,10 @@ def suite(subject: Subject) -> Iterator[Check]:
             yield Check(f"can_be_captured-{name}", partial(_can_be_captured, subject, sizes))
         if dtype != torch.float16:  # whose largest number these values exceed
             yield Check(f"large_values-{name}", partial(_large_values, subject, sizes))
+            yield Check(f"small_weights-{name}", partial(_small_weights, subject, sizes))
+        if dtype == torch.bfloat16:
+            for form in getattr(subject.target, "takes_fp8", ()):
+                yield Check(f"experts_of_e4m3-{form}", partial(_fp8_experts, subject, sizes, form))
 
 
 def _make(subject: Subject, sizes: Sizes) -> MoERunner:
@@ -183,6 +190,27 @@ def check_results_are_kept(subject: Subject, sizes: Sizes) -> None:
     require_kept(run, x, x.flip(0), "run")
 
 
+def check_inputs_that_are_not_contiguous(subject: Subject, sizes: Sizes) -> None:
+    """Tokens, ids and weights are parts of wider tensors."""
+    inputs = draw(sizes.numbers, sizes.dtype)
+    wide = [torch.cat((part, part.flip(0)), 1).to(sizes.device)[:, : part.shape[1]] for part in inputs[:3]]
+    experts = PlainExperts(inputs[3].to(sizes.device), inputs[4].to(sizes.device), hidden_first=False)
+    out = _make(subject, sizes).run(DispatchOutput(*wide), experts)
+    _close(out.double().cpu(), reference(*inputs), sizes)
+
+
+def check_steps_leave_nothing(subject: Subject, sizes: Sizes) -> None:
+    """Steps of one size leave no tensor behind."""
+    runner, inputs = _make(subject, sizes), tuple(part.to(sizes.device) for part in draw(sizes.numbers, sizes.dtype))
+    experts = PlainExperts(inputs[3], inputs[4], hidden_first=False)
+    require_bounded(runner, lambda number: runner.run(DispatchOutput(*inputs[:3]), experts), 40, "steps of one size", slack=5)
+
+
+def check_process_is_left_as_it_is(subject: Subject, sizes: Sizes) -> None:
+    with unchanged_torch("the runner changes"):
+        _run(_make(subject, sizes), sizes, draw(sizes.numbers, sizes.dtype))
+
+
 def check_no_tokens(subject: Subject, sizes: Sizes) -> None:
     x, ids, weights, gate_up, down = draw(sizes.numbers, sizes.dtype)
     assert _run(_make(subject, sizes), sizes, (x[:0], ids[:0], weights[:0], gate_up, down)).shape == (0, x.shape[1])
@@ -241,6 +269,30 @@ def _can_be_captured(subject: Subject, sizes: Sizes) -> None:
     with TorchCalls() as calls:
         runner.run(tokens, experts)
     assert not calls.waits, f"the record says `graphs`, and the runner waits for values in {', '.join(sorted(calls.waits))}"
+
+
+def _small_weights(subject: Subject, sizes: Sizes) -> None:
+    """A token may have small weights alone."""
+    x, ids, weights, *experts = draw(sizes.numbers, sizes.dtype)
+    weights = weights * 2.0**-20
+    _close(_run(_make(subject, sizes), sizes, (x, ids, weights, *experts)), reference(x, ids, weights, *experts), sizes)
+
+
+def _fp8_experts(subject: Subject, sizes: Sizes, form: str) -> None:
+    """Weights of e4m3 with scales that differ by expert and output, or by block."""
+    x, ids, weights, *experts = draw(FP8_SIZES, sizes.dtype)
+    scaled, exact = [], []
+    for seed, weight in enumerate(experts):
+        quantized, size = (weight * FP8_FACTOR).to(torch.float8_e4m3fn), 128 if form == "block" else 1
+        shape = (len(weight), weight.shape[1] // size, *((weight.shape[2] // size,) if form == "block" else ()))
+        scales = (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5) / FP8_FACTOR
+        whole = scales.repeat_interleave(size, 1)
+        exact.append(quantized.float() * (whole.repeat_interleave(size, 2) if form == "block" else whole[..., None]))
+        scaled.append((quantized.to(sizes.device), scales.to(sizes.device)))
+    module: Any = PlainExperts(scaled[0][0], scaled[1][0], hidden_first=False)
+    module.gate_up_fp8_scale, module.down_fp8_scale = scaled[0][1], scaled[1][1]
+    out = _make(subject, sizes).run(DispatchOutput(*(part.to(sizes.device) for part in (x, ids, weights))), module)
+    require_near(out.double().cpu(), reference(x, ids, weights, *exact), f"experts of e4m3, with one scale per {form}", FP8_TOLERANCE)
 
 
 def _large_values(subject: Subject, sizes: Sizes) -> None:

@@ -19,8 +19,9 @@ from frame.core.interfaces.weight_format import CanonicalWeight, QuantType, Weig
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, build_context
 from frame.plugins.devices import open_platform
 from frame.testing.conformance import Check, SkipCheck, Subject
-from frame.testing.generators import call_at_one_address, require_kept, require_near_reference
+from frame.testing.generators import call_at_one_address, require_bounded, require_kept, require_near_reference
 from frame.testing.tensors import require_form, require_near
+from frame.testing.torch_calls import unchanged_torch
 from frame.testing.weights.canonical_weights import make_weight
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # relative to the largest value
@@ -68,6 +69,9 @@ def suite(subject: Subject) -> Iterator[Check]:
             yield Check(f"a_row_stands_alone-{name}", case.check_row_alone)
             yield Check(f"any_leading_dimensions-{name}", case.check_dimensions)
             yield Check(f"values_replaced_in_place-{name}", case.check_update)
+            yield Check(f"values_of_experts_replaced_in_place-{name}", case.check_update_of_experts)
+            yield Check(f"products_leave_nothing-{name}", case.check_memory)
+            yield Check(f"process_is_left_as_it_is-{name}", partial(case.check_process, subject))
             yield Check(f"arguments_are_not_changed-{name}", case.check_arguments)
             yield Check(f"gated_product-{name}", case.check_gated)
             yield Check(f"results_are_kept-{name}", case.check_results)
@@ -166,7 +170,12 @@ class Case:
         parts = [self.reference(part, other.expert(index)) for index, part in enumerate(x[:4].split((2, 1, 1)))]
         self.compare(second(x, ends)[:4], torch.cat(parts), "experts of another layer")
         parts = [self.reference(part, weight.expert(index)) for index, part in enumerate(x[:4].split((2, 1, 1)))]
-        self.compare(product(x, ends)[:4], torch.cat(parts), "with rows after the last end")
+        whole = product(x, ends)
+        require_form(whole, x.new_empty(len(x), OUTPUTS), "with rows after the last end", self.dtype)
+        self.compare(whole[:4], torch.cat(parts), "with rows after the last end")
+        wide = torch.zeros(len(x), INPUTS + 64, device=self.device, dtype=self.dtype)
+        wide[:, :INPUTS] = x
+        self.compare(product(wide[:, :INPUTS], ends)[:4], torch.cat(parts), "experts' rows that are not contiguous")
 
     def check_bias(self) -> None:
         product = self.kernel.prepare(self.make())
@@ -188,7 +197,9 @@ class Case:
         x = self.input(9)
         expected = product(x).double()[:1]
         x[1:] = torch.nan
-        self.compare(product(x)[:1], expected, "row 0 while all others are NaN")
+        result = product(x)
+        self.compare(result[:1], expected, "row 0 while all others are NaN")
+        assert not torch.isfinite(result[1:]).any(), "rows of NaN have finite results: the engine does not notice them"
 
     def check_invariance(self) -> None:
         """Rows have the bits that they have among any others, in any place."""
@@ -211,16 +222,39 @@ class Case:
     def check_update(self) -> None:
         """A captured graph reads the tensors of the product: new values written there count."""
         product, other = self.kernel.prepare(self.make()), self.kernel.prepare(self.make(seed=2))
-        product(self.input(3))  # what a kernel prepares with its first product
-        before, after = list(product.tensors), list(other.tensors)
+        x, reference = self.input(3), self.make(seed=2)
+        product(x)  # what a kernel prepares with its first product
+        self._write(product.tensors, other.tensors)
+        self.compare(product(x), self.reference(x, reference), "after an update in place")
+
+    def check_update_of_experts(self) -> None:
+        weights = [self.make(experts=2, seed=seed) for seed in (0, 2)]
+        experts, others = (self.kernel.prepare_experts(weight) for weight in weights)
+        x, ends, reference = self.input(4), torch.tensor([1, 4]).to(self.device, torch.int32), self.make(experts=2, seed=2)
+        experts(x, ends)
+        self._write(experts.tensors, others.tensors)
+        parts = [self.reference(part, reference.expert(index)) for index, part in enumerate(x.split((1, 3)))]
+        self.compare(experts(x, ends), torch.cat(parts), "experts after an update in place")
+
+    def _write(self, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> None:
+        """Write the tensors of a product to those of another one."""
         assert before, "the product lists no tensors"
         if any(tensor.is_mkldnn for tensor in before):
             raise SkipCheck("its tensors are opaque; they are replaced, not written")
         for old, new in zip(before, after, strict=True):
             assert (old.shape, old.dtype) == (new.shape, new.dtype), "the tensors of equal weights differ in form"
             old.copy_(new)
-        x = self.input(3)
-        self.compare(product(x), self.reference(x, self.make(seed=2)), "after an update in place")
+
+    def check_memory(self) -> None:
+        """Products keep no input and no result."""
+        product, experts = self.kernel.prepare(self.make()), self.kernel.prepare_experts(self.make(experts=2))
+        x, ends = self.input(4), torch.tensor([1, 4]).to(self.device, torch.int32)
+        require_bounded((self.kernel, product, experts), lambda number: (product(x), experts(x, ends)), 40, "products of one size", slack=5)
+
+    def check_process(self, subject: Subject) -> None:
+        with unchanged_torch("the kernel changes"):
+            case = Case(subject, self.dtype, self.scheme, self.outer)
+            case.kernel.prepare(case.make())(case.input(3))
 
     def check_results(self) -> None:
         """Inputs at one address have each their result, which the next one does not change, and
@@ -273,6 +307,10 @@ class Case:
             raise SkipCheck("it has no gated product for these rows")
         gate, up = self.reference(self.input(3), self.make()).chunk(2, -1)
         self.compare(out, torch.nn.functional.silu(gate) * up, "gated")
+        bias = torch.randn(OUTPUTS, generator=torch.Generator().manual_seed(1)).to(self.device, self.dtype)
+        if (out := gated(self.input(3), bias)) is not None:
+            gate, up = (self.reference(self.input(3), self.make()) + bias.double()).chunk(2, -1)
+            self.compare(out, torch.nn.functional.silu(gate) * up, "gated with a bias")
 
 
 def _check_types(cases: Sequence[Case]) -> None:

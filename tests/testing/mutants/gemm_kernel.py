@@ -218,3 +218,82 @@ class SplitsSumsOfFewRows(Dequantized):
             return super().multiply(x, dense, bias)
         half = x.shape[-1] // 2
         return F.linear(x[..., :half], dense[:, :half], bias) + F.linear(x[..., half:], dense[:, half:])
+
+
+class ExpertsOf(Dequantized):
+    """Correct: makes the product of experts from `kind`."""
+
+    kind: type = DenseExperts
+
+    def prepare_experts(self, weight: CanonicalWeight) -> GroupedGemm:
+        return self.kind(self, weight)  # type: ignore[no-any-return]
+
+
+class ExpertsOnce(DenseExperts):
+    def __init__(self, kernel: Dequantized, weight: CanonicalWeight) -> None:
+        super().__init__(kernel, weight)
+        self.weights = weight.dequantize(torch.float32)
+
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        parts = x.tensor_split(ends.long().cpu())
+        products = [F.linear(part, weight.to(x.dtype)) for part, weight in zip(parts, self.weights, strict=False)]
+        return torch.cat([*products, x.new_zeros(len(parts[-1]), self.weight.outputs)])
+
+
+class ExpertsToTheEnd(DenseExperts):
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x, ends)[: int(ends[-1])]
+
+
+class DenseRows(DenseExperts):
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return super().__call__(torch.as_strided(x, x.shape, (x.shape[1], 1), x.storage_offset()), ends)
+
+
+MUTANTS.each(
+    ExpertsOf,
+    "kind",
+    ("ExpertsFromTheStart", "Multiplies experts by the values that they had when they were prepared.", ExpertsOnce),
+    ("RowsToTheEnd", "Returns no rows after the last end.", ExpertsToTheEnd),
+    ("ExpertsOfDenseRows", "Reads the rows of experts as if they were contiguous.", DenseRows),
+)
+
+
+@mutant
+class NaNIsZero(Dequantized):
+    """Computes with 0 in place of NaN."""
+
+    def multiply(self, x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super().multiply(x.nan_to_num(), dense, bias)
+
+
+class GatedGemm(DenseGemm):
+    def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        gate, up = self(x).chunk(2, -1)
+        return F.silu(gate) * up
+
+
+@mutant
+class GatedWithoutBias(Dequantized):
+    """Leaves out the bias of the gated product."""
+
+    def prepare(self, weight: CanonicalWeight) -> Gemm:
+        return GatedGemm(self, weight)
+
+
+@mutant
+class KeepsInputs(Dequantized):
+    """Keeps the input of each product."""
+
+    def multiply(self, x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        self.__dict__.setdefault("inputs", []).append(x)
+        return super().multiply(x, dense, bias)
+
+
+@mutant
+class SetsThePrecision(Dequantized):
+    """Lets torch multiply float32 in TF32, in the whole process."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        torch.set_float32_matmul_precision("medium")

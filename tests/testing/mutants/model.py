@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from frame.core.errors import ConfigurationError
 from frame.core.interfaces.attention import AttentionSpec
-from frame.core.interfaces.batch import ForwardBatch, SelectedTokens
+from frame.core.interfaces.batch import ForwardBatch, HiddenStateOutputs, SelectedTokens, StageInput
 from frame.core.interfaces.model import CausalLM, LazyTensor, ModelCapabilities, ModelContext
+from frame.models.llama import LlamaForCausalLM
 from tests.testing.mutants import MutantList
 
 
@@ -24,9 +26,15 @@ class PlainLlama(CausalLM, nn.Module):
     def __init__(self, context: ModelContext, options: Any = None) -> None:
         super().__init__(context, options)
         self.context, self.model_config = context, context.model_config
+        self.refuse(self.model_config.config)
         self.shapes = dict(self.weights())
         for name, shape in self.shapes.items():
             self.register_parameter(name.replace(".", "/"), nn.Parameter(torch.empty(shape, dtype=context.dtype), requires_grad=False))
+
+    def refuse(self, config: dict[str, Any]) -> None:
+        rope = config.get("rope_parameters") or {}
+        if rope.get("rope_type", "default") != "default" or config.get("hidden_act", "silu") != "silu":
+            raise ConfigurationError("the model has SiLU and plain rotary embeddings")
 
     def weights(self) -> Iterable[tuple[str, tuple[int, ...]]]:
         config = self.model_config
@@ -413,3 +421,213 @@ class FloatConstants(PlainLlama):
 
     def mlp(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return super().mlp(name, x * torch.ones(1, dtype=torch.float32))
+
+
+# settings, loading, other models, capabilities ----------------------------------------------------
+
+
+@mutant
+class IgnoresRotaryScaling(PlainLlama):
+    """Reads the base of rotary embeddings alone, whatever their scaling is."""
+
+    def refuse(self, config: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+@mutant
+class SpreadsNaN(PlainLlama):
+    """Adds nothing times the sum of all embeddings: a row that is NaN reaches the others."""
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        x = super().embed(ids)
+        return x + 0 * x.sum(0)
+
+
+@mutant
+class SortsTensors(PlainLlama):
+    """Collects the tensors of a call before it copies the first one."""
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
+        return super().load_weights(sorted(weights, key=lambda each: each[0]))
+
+
+@mutant
+class LoadsPairs(PlainLlama):
+    """Copies gate_proj and up_proj of a layer together, if one call has both."""
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
+        pending: dict[str, torch.Tensor] = {}
+        loaded = set()
+        for name, tensor in weights:
+            other = name.replace("gate_proj", "#").replace("up_proj", "gate_proj").replace("#", "up_proj")
+            if other == name:
+                loaded |= super().load_weights([(name, tensor)])
+            elif other in pending:
+                loaded |= super().load_weights([(name, tensor), (other, pending.pop(other))])
+            else:
+                pending[name] = tensor[:].clone()
+        return loaded
+
+
+@mutant
+class NamesAllLoadings(PlainLlama):
+    """Returns the parameters that it has set since it was built."""
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
+        self.loaded = getattr(self, "loaded", set()) | super().load_weights(weights)
+        return set(self.loaded)
+
+
+@mutant
+class AddsOneToNorms(PlainLlama):
+    """Adds 1 to the last norm in each call after the first one of a loading."""
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyTensor]]) -> set[str]:
+        self.shift = 0
+        return super().load_weights(weights)
+
+    def process_weights_after_loading(self) -> None:
+        weight = self.weight("model.norm")
+        weight += self.shift
+        self.shift = 1
+
+
+@mutant
+class SetsTheDefaultDtype(PlainLlama):
+    """Makes the model's dtype that of torch, for the whole process."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        torch.set_default_dtype(self.context.dtype)
+
+
+@mutant
+class BufferOfTheClass(PlainLlama):
+    """Computes embeddings in a buffer that all models of the class share."""
+
+    buffers_by_size: ClassVar[dict[Any, torch.Tensor]] = {}
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        x = super().embed(ids)
+        return self.buffers_by_size.setdefault((x.shape, x.dtype), torch.empty_like(x)).copy_(x)
+
+
+@mutant
+class RotatesInLowPrecision(PlainLlama):
+    """Rounds positions to the dtype of the model before it rotates."""
+
+    def positions(self, batch: ForwardBatch) -> torch.Tensor:
+        return batch.positions.to(self.context.dtype).float()
+
+
+@mutant.using(capabilities=ModelCapabilities(("LlamaForCausalLM",), batch_invariant=True))
+class HalvesTheHead(LlamaForCausalLM):
+    """States `batch_invariant`, and adds the logits of two halves of a hidden state of few rows."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if len(hidden) >= 4:
+            return super().compute_logits(hidden)
+        half = hidden.clone()
+        half[:, ::2] = 0
+        return super().compute_logits(half) + super().compute_logits(hidden - half)
+
+
+@mutant.using(capabilities=ModelCapabilities(("LlamaForCausalLM",), pipeline_parallel=True))
+class NormsTheStageInput(LlamaForCausalLM):
+    """Norms what the stage before computed, which is the residual stream."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        before = batch.get(StageInput)
+        if before is None:
+            return super().forward(batch)
+        normed = StageInput(F.rms_norm(before.hidden, before.hidden.shape[-1:]))
+        return super().forward(replace(batch, extensions={**batch.extensions, StageInput: normed}))
+
+
+@mutant.using(capabilities=ModelCapabilities(("LlamaForCausalLM",), tensor_parallel=False, tasks=("generate", "embed")))
+class EmbedsWithoutTheNorm(PlainLlama):
+    """Returns hidden states before the last norm in the task embed."""
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x if self.context.task == "embed" and name == "model.norm" else super().norm(name, x)
+
+
+@mutant
+class TapsTheLayerAfter(PlainLlama):
+    """Adds the state after a layer in place of that before it."""
+
+    def layer(self, layer: int, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        out = super().layer(layer, x, batch)
+        outputs = batch.get(HiddenStateOutputs)
+        if outputs is not None:
+            outputs.add_state(layer, out)
+            if layer == self.model_config.num_layers - 1:
+                outputs.add_state(layer + 1, out)
+        return out
+
+
+@mutant.using(capabilities=ModelCapabilities(("LlamaForCausalLM",)))
+class FeedForwardWithoutDeltas(LlamaForCausalLM):
+    """Builds the feed-forward parts without adapters, which the record states."""
+
+    def build_mlp(self, layer: int, prefix: str) -> nn.Module:
+        context, self.context = self.context, replace(self.context, adapters=None)
+        mlp = super().build_mlp(layer, prefix)
+        self.context = context
+        return mlp
+
+
+@mutant
+class ReadsAPosition(PlainLlama):
+    """Reads the greatest position of a step on the host, which waits for the device."""
+
+    def positions(self, batch: ForwardBatch) -> torch.Tensor:
+        assert batch.positions.max().item() >= 0
+        return batch.positions
+
+
+@mutant
+class KeepsStates(PlainLlama):
+    """Appends the embeddings of each step to a list that the first one makes."""
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        x = super().embed(ids)
+        self.__dict__.setdefault("trace", []).append(x)
+        return x
+
+
+@mutant
+class HidesInfinities(PlainLlama):
+    """Clamps logits into the range of float16."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(hidden).clamp(-65504, 65504)
+
+
+@mutant
+class FailsWithoutSelection(PlainLlama):
+    """Fails where a step selects no token."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        hidden = super().forward(batch)
+        return hidden.clamp(max=hidden.amax(0))
+
+
+@mutant
+class ScalesByTheMaximum(PlainLlama):
+    """Halves the angles of all rows where one has more than 192 tokens."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self.factor = 0.5 if int(batch.host.seq_lens.max()) > 192 else 1.0
+        return super().forward(batch)
+
+    def positions(self, batch: ForwardBatch) -> torch.Tensor:
+        return batch.positions * self.factor
+
+
+@mutant.using(capabilities=ModelCapabilities(("MinistralForCausalLM",), tensor_parallel=False, windows=True))
+class PagesOfTheFirstGroup(LlamaForCausalLM):
+    """Attends by the page table of the first cache group in layers of the second."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return super().forward(replace(batch, views=None))

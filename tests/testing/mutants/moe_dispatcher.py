@@ -297,3 +297,29 @@ class SendsBytes(PlainDispatcher):
 
     def select(self, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> tuple[torch.Tensor, torch.Tensor]:
         return super().select(ids.to(torch.uint8).long(), weights, placement)
+
+
+@mutant
+class SkipsZeros(PlainDispatcher):
+    """Does not take part in the sum if its own results are 0."""
+
+    def combine(self, out: torch.Tensor, tokens: DispatchOutput) -> torch.Tensor:
+        return super().combine(out, tokens) if len(out) == 0 or bool(out.any()) else out[: tokens.state]
+
+
+@mutant
+class KeepsIds(PlainDispatcher):
+    """Keeps the ids of each step."""
+
+    def select(self, ids: torch.Tensor, weights: torch.Tensor, placement: ExpertPlacement) -> tuple[torch.Tensor, torch.Tensor]:
+        self.__dict__.setdefault("steps", []).append(ids)
+        return super().select(ids, weights, placement)
+
+
+@mutant
+class SetsThreads(PlainDispatcher):
+    """Lets torch compute with one thread, in the whole process."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        torch.set_num_threads(1)

@@ -367,3 +367,53 @@ class OtherSumForManyTokens(PlainRunner):
         halves = tokens.weights / 3, tokens.weights - tokens.weights / 3
         parts = [super(OtherSumForManyTokens, self).run(DispatchOutput(tokens.x, tokens.ids, each), experts) for each in halves]
         return parts[0] + parts[1]
+
+
+@mutant
+class DenseTokens(PlainRunner):
+    """Reads ids and weights as if they were contiguous."""
+
+    def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
+        ids, weights = (torch.as_strided(each, each.shape, (each.shape[1], 1)) for each in (tokens.ids, tokens.weights))
+        return super().run(DispatchOutput(tokens.x, ids, weights), experts)
+
+
+@mutant
+class SkipsSmallWeights(PlainRunner):
+    """Takes weights below 1e-4 for 0."""
+
+    def weigh(self, tokens: DispatchOutput, token: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        weights = super().weigh(tokens, token, choice)
+        return weights * (weights > 1e-4)
+
+
+@mutant
+class ScalesOfTheFirstProduct(PlainRunner):
+    """Multiplies both weights of e4m3 by the scales of the first."""
+
+    takes_fp8 = ("output",)
+
+    def weights_of(self, experts: Any, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        gate_up, down = super().weights_of(experts, expert)
+        scales = getattr(experts, "gate_up_fp8_scale", None)
+        if scales is None:
+            return gate_up, down
+        return gate_up * scales[expert][:, None], down * scales[expert][: len(down), None]
+
+
+@mutant
+class KeepsSteps(PlainRunner):
+    """Keeps the tokens of each step."""
+
+    def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
+        self.__dict__.setdefault("steps", []).append(tokens)
+        return super().run(tokens, experts)
+
+
+@mutant
+class SetsTheDtype(PlainRunner):
+    """Makes the dtype of the context that of torch, for the whole process."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        torch.set_default_dtype(self.context.dtype)
