@@ -302,7 +302,7 @@ def check_steps_leave_nothing(place: Place) -> None:
         placement = dispatcher.place_experts(len(inputs[3]))
 
         def exchange(number: int) -> None:
-            tokens = dispatcher.dispatch(*inputs[:3], placement)
+            tokens = dispatcher.dispatch(inputs[0], inputs[1], inputs[2], placement)
             dispatcher.combine(tokens.x, tokens)
 
         require_bounded(dispatcher, exchange, 40, "steps of one size", slack=5)

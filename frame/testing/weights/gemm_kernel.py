@@ -308,7 +308,7 @@ class Case:
         gate, up = self.reference(self.input(3), self.make()).chunk(2, -1)
         self.compare(out, torch.nn.functional.silu(gate) * up, "gated")
         bias = torch.randn(OUTPUTS, generator=torch.Generator().manual_seed(1)).to(self.device, self.dtype)
-        if (out := gated(self.input(3), bias)) is not None:
+        if gated is not None and (out := gated(self.input(3), bias)) is not None:
             gate, up = (self.reference(self.input(3), self.make()) + bias.double()).chunk(2, -1)
             self.compare(out, torch.nn.functional.silu(gate) * up, "gated with a bias")
 
