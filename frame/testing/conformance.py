@@ -165,7 +165,6 @@ def unchanged_process(what: str) -> Iterator[None]:
     yield
     after = _read_process_state()
     os.chdir(folder)
-    _restore_torch_defaults(before["defaults of torch"])
     after["threads that keep it alive"] |= before["threads that keep it alive"]  # those of others may end
     changed = [name for name in before if before[name] != after[name]]
     assert not changed, f"{what} the process's {' and '.join(changed)}"
@@ -181,30 +180,7 @@ def _read_process_state() -> dict[str, Any]:
         "garbage collection": gc.isenabled(),
         "working folder": Path.cwd(),
         "environment": dict(os.environ),
-        "defaults of torch": _read_torch_defaults(),
     }
-
-
-def _read_torch_defaults() -> tuple[Any, ...]:
-    """Those that another plugin's tensors depend on; none where torch is not imported."""
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "get_default_dtype"):
-        return ()
-    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled())
-    device = torch.tensor(0).device.type
-    return torch.get_default_dtype(), device, torch.get_num_threads(), torch.get_float32_matmul_precision(), *modes
-
-
-def _restore_torch_defaults(before: tuple[Any, ...]) -> None:
-    if before and before != _read_torch_defaults():
-        torch = sys.modules["torch"]
-        dtype, _, threads, precision, grad, _, deterministic = before
-        torch.set_default_dtype(dtype)
-        torch.set_default_device(None)
-        torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
-        torch.set_grad_enabled(grad)
-        torch.use_deterministic_algorithms(deterministic)
 
 
 def count_elements(plugin: object, maximum: int = 100_000) -> int:

@@ -17,9 +17,10 @@ from frame.core.interfaces.attention import AttentionBackend
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, Case, Pages, Rows, planned, requirements
 from frame.testing.attention.cases import DECODES, LATENT, with_pages_for
 from frame.testing.attention.reference import TOLERANCE, Inputs, Placed, make_inputs, reference
-from frame.testing.conformance import Check, Subject, unchanged_process
+from frame.testing.conformance import Check, Subject
 from frame.testing.generators import require_bounded, require_growth, require_no_waiting
 from frame.testing.tensors import require_near
+from frame.testing.torch_calls import unchanged_torch
 
 Place = Callable[[AttentionBackend, Case, Inputs], Placed]
 Make = Callable[[Case], AttentionBackend]
@@ -102,7 +103,7 @@ def _fills_its_pages(make: Make, place: Place, case: Case) -> None:
 
 def _leaves_the_process(make: Make, place: Place, case: Case) -> None:
     """Making a backend of each dtype and a step changes no default of torch."""
-    with unchanged_process("the backend changes"):
+    with unchanged_torch("the backend changes"):
         for name in make(case).capabilities.dtypes:
             _prepare(make, place, replace(case, dtype=DTYPES[name]), Rows.of([7, 3]))()
 
