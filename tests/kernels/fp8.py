@@ -124,6 +124,17 @@ def test_quantization_of_rows(rows: int, inputs: int, gap: int) -> None:
     assert quantize_groups(x)[1].stride(0) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, *[FP8] * LARGE], ids=str)  # Triton's interpreter makes a number of NaN in e4m3
+@pytest.mark.parametrize("is_static", [False, True])
+def test_rows_with_nan_stay_nan(is_static: bool, dtype: torch.dtype) -> None:
+    """The engine ends a request whose logits are not finite: integers would make them finite."""
+    x = random(4, 256)
+    x[1, 17], x[2] = torch.nan, torch.nan
+    static = torch.full((1,), 0.03, device=DEVICE) if is_static else None
+    numbers, scale = quantize_rows(x, dtype=dtype, static=static)
+    assert (numbers.float() * scale).sum(1).isnan().tolist() == [False, True, True, False]
+
+
 @pytest.mark.parametrize("is_block", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 17, 64])
 @pytest.mark.parametrize(("outputs", "inputs"), [(128, 128), (208, 640), *([(4096, 4096), (6144, 1024), (28672, 512)] if LARGE else [])])

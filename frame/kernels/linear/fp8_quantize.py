@@ -55,6 +55,8 @@ def rows_kernel(
         values = tl.clamp(values, -LARGEST * step, LARGEST * step, propagate_nan=tl.PropagateNan.ALL)
     else:
         step = tl.maximum(tl.max(tl.abs(values), 0) / LARGEST, _SMALLEST)
+    if IS_INTEGER:  # integers have no NaN, and `tl.max` passes over it: the scale keeps it visible
+        step = tl.where(tl.max((values != values).to(tl.int32), 0) > 0, float("nan"), step)
     tl.store(scale + row, step)
     if IS_INTEGER:
         rounded = tl.floor(values / step + 0.5).to(tl.int8)
