@@ -13,7 +13,7 @@ from frame.testing.modality.files import Maker, make_sound
 from frame.testing.modality.suite import suite
 
 REGISTRY = load_registry(installed=False)
-PICTURES = {"reading_is_fast", "detail_of_wide_pictures", "files_that_begin_alike"}
+PICTURES = {"reading_is_fast", "detail_of_wide_pictures", "pixels_at_the_edges_count", "files_that_begin_alike"}
 SKIPPED = {"image": set(), "video": PICTURES, "audio": {"bytes_have_factors", *PICTURES}}
 
 
