@@ -105,6 +105,11 @@ class GroupBlocks:
             taken.append(pages)
         return taken
 
+    def may_write(self, pages: Sequence[np.ndarray]) -> bool:
+        """Whether pages of each further group may be written before the step that is being
+        scheduled is launched."""
+        return self._groups.snapshot is None or not self._groups.uses_states(pages[self._groups.snapshot])
+
     def read_pages(self, match: Match) -> list[np.ndarray]:
         """The pages that a match has of each further group."""
         return [pages[pages > 0] for pages in match.groups]

@@ -152,3 +152,23 @@ def test_a_state_is_locked_while_it_is_copied() -> None:
     rids = [rig.add(text, GREEDY) for text in texts]
     rig.run()
     assert rig.requests[rids[0]].cached
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_load_does_not_write_over_a_state_that_the_same_step_copies(overlap: bool) -> None:
+    """One request holds a state and another begins with a copy of the cached one, which the load of
+    a third evicts before the step is launched."""
+    limits = config(token_budget=24, page_size=4, max_running=3, overlap=overlap)
+    rig = GroupedTierRig(limits, policy(), further=make_pools(4, 400, None, 3), in_memory=True)
+    texts = [[number, *range(24)] for number in range(2)]
+    for text in (*texts, None, texts[0]):
+        if text is None:
+            rig.drop_device_cache()
+        else:
+            rid = rig.add(text, GREEDY)
+            rig.run_until(lambda rid=rid: rig.requests[rid].finish is not None and not rig.controller.is_busy)
+    holder = rig.add([7], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
+    rig.run_until(lambda: len(rig.requests[holder].got) > 2)
+    rids = [rig.add(text, GREEDY) for text in texts]
+    rig.run()
+    assert [rig.requests[rid].cached for rid in rids] == [24, 24]

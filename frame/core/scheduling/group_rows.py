@@ -337,6 +337,12 @@ class GroupRows:
         index = self.snapshot
         return tuple(self._number(index, np.array(pairs, np.int32)) if pairs else None for pairs in (loads, saves))  # type: ignore[return-value]
 
+    def uses_states(self, pages: np.ndarray) -> bool:
+        """Whether copies of the step that is being scheduled read or write one of these pages: they
+        may be free since, but not written before the step is launched."""
+        copies = [*self._loads.items(), *self._saves]
+        return bool(copies) and not {page for copy in copies for page in copy}.isdisjoint(pages.tolist())
+
     def repeat_writes(self, slot: int) -> None:
         """Record the slot's rows as writes again."""
         for rows in self.windows:
