@@ -124,7 +124,19 @@ def read_model_config(path: str | Path, setting: str = "model.path") -> ModelCon
     model_config = _Reader(folder / "config.json", text).model_config(eos=_eos_ids(generation, text, raw) or _eos_ids(end))
     full_config = _drop_deepstack(raw) if any(name in raw for name in _ENCODER_CONFIGS) else {}
     has_processor = any((folder / name).is_file() for name in _PROCESSORS)
-    return replace(model_config, sentence=read_sentence_config(folder), full_config=full_config, has_processor=has_processor)
+    sentence, sampling = read_sentence_config(folder), _read_sampling(folder, generation)
+    return replace(model_config, sentence=sentence, sampling=sampling, full_config=full_config, has_processor=has_processor)
+
+
+def _read_sampling(folder: Path, generation: Mapping[str, Any]) -> dict[str, int | float]:
+    """The sampling parameters of generation_config.json, as vLLM and SGLang read them: also without
+    `do_sample`."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    values = {name: generation[name] for name in names if generation.get(name) is not None}
+    for name, value in values.items():
+        if type(value) not in (int, float):
+            raise CheckpointError(f"{folder / 'generation_config.json'}: {name} is {value!r:.80}; it must be a number.")
+    return values
 
 
 def _drop_deepstack(raw: dict[str, Any]) -> dict[str, Any]:

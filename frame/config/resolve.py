@@ -38,9 +38,9 @@ from frame.config.resolution.plugins import (
     choose_list,
     choose_optional,
     choose_parser,
-    find_refused_params,
     pair_experts,
     plugin_choice,
+    resolve_params,
 )
 from frame.config.resolution.task import check_step, choose_pooling, choose_task, find_adapter_conflicts, find_batch_conflicts
 from frame.config.resolution.tiers import choose_tiers
@@ -114,6 +114,7 @@ def pinned(resolved: Resolved) -> FrameConfig:
         "scheduler.max_running_requests": resolved.max_running_requests,
         "scheduler.chunked_prefill_size": resolved.chunked_prefill_size,
         "scheduler.overlap": resolved.overlap,
+        "sampling.defaults": resolved.sampling_defaults,
         "sampling.jump_forward": resolved.jump_forward,
         "sampling.grammar_mask_processes": resolved.grammar_mask_processes,
         "sampling.grammar_cache": resolved.grammar_cache,
@@ -124,8 +125,7 @@ def pinned(resolved: Resolved) -> FrameConfig:
         "execution.prompt_graph_max_tokens": resolved.prompt_graph_max_tokens,
     }
     if resolved.media is not None:
-        values |= {"media.table_rows": resolved.media.table_rows, "media.encode_budget": resolved.media.encode_budget}
-        values["media.processes"] = resolved.media.processes
+        values |= {f"media.{name}": getattr(resolved.media, name) for name in ("table_rows", "encode_budget", "processes")}
     data = user.model_dump()
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -168,6 +168,7 @@ class _Solver:
             for selection in selections:
                 if (choice := self._collect(plugin_choice, selection.record, config)) is not None:
                     plugins[kind].append(choice)
+        params = self._collect(resolve_params, self.chosen, self.records, config.sampling.defaults, self.model_config.sampling)
         if self.conflicts:
             raise join_conflicts(self.conflicts)
         path = str(find_model(config.model.path))
@@ -196,7 +197,7 @@ class _Solver:
             rejected=self.chosen.rejected,
             lacking_media=self.chosen.lacking_media,
             **sizes,
-            **find_refused_params(self.chosen, self.records),
+            **(params or {}),
         )
 
     def _collect(self, choose: Callable[..., _T], *arguments: Any) -> _T | None:

@@ -16,8 +16,11 @@ from frame.config.schema import FrameConfig
 from frame.core.interfaces.drafter import DrafterContext, TreeShape
 from frame.core.interfaces.model import ModelConfig, Pooling, Task
 from frame.core.interfaces.parallel import ParallelPlan
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.interfaces.modality import MediaPlan
 
+# Sampling parameters that `sampling.defaults` may set
+DEFAULT_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 LOST_WEIGHTS = "the weights {!r} came from a trainer and were lost in a restart; update the weights, or keep them by --keep-updates FOLDER"
 
 
@@ -69,6 +72,7 @@ class Resolved(BaseModel):
     # if they differ.
     plugins: dict[str, list[PluginChoice]]
     reasons: dict[str, str]  # by setting (`cache.page_size`): one sentence for each value that the user left open
+    sampling_defaults: dict[str, int | float] = {}  # of requests that leave these parameters out
     refused_params: dict[str, str] = {}  # by request parameter that no chosen logits processor implements: why, for the client
     custom_params: tuple[str, ...] | None = None  # keys of `custom` that the chosen logits processors read; None: any
     tree: TreeShape | None = None  # of drafts; None: chains, or there is no drafter
@@ -85,6 +89,11 @@ class Resolved(BaseModel):
         if self.user.batches.folder is not None:
             return Path(self.user.batches.folder)
         return None if self.user.server.state_dir is None else Path(self.user.server.state_dir) / "batches"
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The sampling parameters of a request that sends none."""
+        return SamplingParams(**self.sampling_defaults)  # type: ignore[arg-type]
 
     @property
     def computes_whole_prompts(self) -> bool:

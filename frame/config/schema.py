@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from frame.config.section import Auto, Endpoint, ModelName, Phases, Section, TypeName, lower, setting
+from frame.config.section import Auto, Defaults, Endpoint, ModelName, Phases, Section, TypeName, lower, setting
 from frame.config.server_sections import (
     AdaptersSection,
     BatchesSection,
@@ -307,6 +307,11 @@ class SamplingSection(Section):
 
     processors: tuple[str, ...] = setting(
         ("builtin",), "Logits processors, by plugin name and in order; builtin: all in-tree ones.", flag="logits-processors"
+    )
+    defaults: Annotated[dict[str, int | float] | None, Defaults, Auto] = setting(
+        None,
+        "Sampling parameters of requests that leave them out, as JSON; openai: none. auto: those of generation_config.json.",
+        flag="sampling-defaults",
     )
     sampler: Annotated[str | None, Auto] = setting(
         None, "Sampler (draws the next tokens), by plugin name. auto: the best-ranked one that runs on the device.", flag="sampler"

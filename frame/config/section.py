@@ -98,6 +98,12 @@ def _parse_object(value: Any) -> Any:
         raise ValueError(f"be a JSON object, not {value!r}") from None
 
 
+def _parse_defaults(value: Any) -> Any:
+    """Sampling parameters of JSON text, or one of SGLang's two words for them."""
+    words: dict[str, Any] = {"openai": {}, "model": None, "auto": None}
+    return words[value] if isinstance(value, str) and value in words else _parse_object(value)
+
+
 def _check_name(value: Any) -> Any:
     names = value if isinstance(value, list | tuple) else [value]
     if any(isinstance(name, str) and not name.isprintable() for name in names):
@@ -116,6 +122,7 @@ Endpoint = BeforeValidator(_check_endpoint)
 ModelName = BeforeValidator(_check_name)  # names of the API, which logs and errors repeat; one or a list
 Counts = BeforeValidator(_parse_counts)
 JsonObject = BeforeValidator(_parse_object)
+Defaults = BeforeValidator(_parse_defaults)
 PHASES = ("prefill", "decode")
 Phases = BeforeValidator(_phases_as_text)  # one attention backend, or one a phase
 

@@ -157,6 +157,13 @@ def run_check(check: Check) -> Outcome:
     return Outcome(check.name, "passed")
 
 
+# PyTorch's compiler sets them in each process that compiles (torch/_inductor)
+COMPILER_VARIABLES = frozenset({
+    "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_WARM_POOL", "KMP_DUPLICATE_LIB_OK", "CUDA_HOME",
+    "TRITON_PTXAS_PATH", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+})  # fmt: skip
+
+
 @contextmanager
 def unchanged_process(what: str) -> Iterator[None]:
     """Raises AssertionError at the end if the body, which the sentence calls `what`, changed
@@ -167,7 +174,9 @@ def unchanged_process(what: str) -> Iterator[None]:
     os.chdir(folder)
     after["threads that keep it alive"] |= before["threads that keep it alive"]  # those of others may end
     changed = [name for name in before if before[name] != after[name]]
-    assert not changed, f"{what} the process's {' and '.join(changed)}"
+    variables = sorted({name for name, _ in before["environment"].items() ^ after["environment"].items()})
+    names = f" ({', '.join(variables)})" if variables else ""
+    assert not changed, f"{what} the process's {' and '.join(changed)}{names}"
 
 
 def _read_process_state() -> dict[str, Any]:
@@ -179,7 +188,7 @@ def _read_process_state() -> dict[str, Any]:
         "threads that keep it alive": {thread.name for thread in threading.enumerate() if not thread.daemon},
         "garbage collection": gc.isenabled(),
         "working folder": Path.cwd(),
-        "environment": dict(os.environ),
+        "environment": {name: value for name, value in os.environ.items() if name not in COMPILER_VARIABLES},
     }
 
 

@@ -11,7 +11,7 @@ import frame
 from frame.config.schema import FrameConfig
 from frame.config.section import Section, setting
 
-MAX_FIELDS = 184
+MAX_FIELDS = 185
 
 
 def unsorted_or_missing(module: Any) -> list[str]:

@@ -247,3 +247,12 @@ def test_a_modelopt_checkpoint_with_scales_of_the_cache_alone(tmp_path: Path) ->
     described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (folder / "hf_quant_config.json").write_text(json.dumps(described))
     assert read_model_config(folder).quantization is None
+
+
+def test_sampling_parameters_of_generation_config(tmp_path: Path) -> None:
+    """As published by Qwen: `do_sample` and unknown names do not matter."""
+    stored = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 9, "eos_token_id": [1]}
+    assert read_model_config(write(tmp_path, BASE, stored)).sampling == {"temperature": 0.6, "top_k": 20}
+    assert read_model_config(write(tmp_path, BASE, {})).sampling == {}
+    with pytest.raises(CheckpointError, match=r"generation_config.json: top_p is '0.9'; it must be a number"):
+        read_model_config(write(tmp_path, BASE, {"top_p": "0.9"}))

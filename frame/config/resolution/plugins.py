@@ -1,5 +1,5 @@
-"""The parts of `resolve` that choose GEMM kernels, MoE plugins, logits processors and parsers, and
-`Choices`, the record of all choices.
+"""The parts of `resolve` that choose GEMM kernels, MoE plugins, logits processors, parsers and the
+sampling parameters of requests, and `Choices`, the record of all choices.
 
 `KEYS` maps a plugin kind to the setting that names its plugin. Pure; it must not import or name a
 plugin.
@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel, ValidationError
 
-from frame.config.resolved import PluginChoice
+from frame.config.resolved import DEFAULT_PARAMS, PluginChoice
 from frame.config.schema import FrameConfig
 from frame.config.selection import PlainRequirements, Rejected, ResolveError, Selection, by_rank, objections, select
 from frame.config.server_sections import ServerSection
@@ -24,12 +25,14 @@ from frame.core.interfaces.moe import MoECapabilities, MoERequirements
 from frame.core.interfaces.parallel import ParallelPlan
 from frame.core.interfaces.plugin import PluginRecord
 from frame.core.interfaces.sampling import PROCESSOR_PARAMS, ProcessorCapabilities
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.interfaces.weight_format import FormatCapabilities, QuantType
 from frame.interfaces.keys import KeyStoreRequirements
 from frame.interfaces.kinds import KINDS
 from frame.interfaces.parsing import ParserCapabilities
 from frame.interfaces.sampler import DRAW_PARAMS, SamplerCapabilities
 
+DEFAULTS = "sampling.defaults"
 KEYS: Mapping[str, str] = MappingProxyType({kind.name: kind.key for kind in KINDS.values() if kind.key})
 
 DISPATCHER, RUNNER = "moe_dispatcher", "moe_runner"
@@ -130,9 +133,15 @@ def choose_key_store(chosen: Choices, records: Mapping[str, Sequence[PluginRecor
     chosen.note(kind, key, selection, is_open=server.key_store is None)
 
 
-def find_refused_params(chosen: Choices, records: Mapping[str, Sequence[PluginRecord]]) -> dict[str, Any]:
+def resolve_params(
+    chosen: Choices,
+    records: Mapping[str, Sequence[PluginRecord]],
+    named: Mapping[str, int | float] | None,
+    stored: Mapping[str, int | float],
+) -> dict[str, Any]:
     """`refused_params` and `custom_params` of `Resolved`, from the chosen logits processors and
-    sampler."""
+    sampler, and `sampling_defaults`. named: by the user. stored: in the checkpoint. Raises
+    ResolveError."""
     kind = "logits_processor"
     if kind not in chosen.selected:  # nothing is sampled
         return {}
@@ -145,7 +154,8 @@ def find_refused_params(chosen: Choices, records: Mapping[str, Sequence[PluginRe
         if isinstance(can := sampler.capabilities, SamplerCapabilities):
             refused |= {name: _refuse_draw(name, sampler.name) for name in DRAW_PARAMS if name not in can.params}
             custom = None if custom is None else (*custom, *can.custom)
-    return {"refused_params": refused, "custom_params": custom}
+    defaults = _choose_defaults(named, stored, refused, chosen.reasons)
+    return {"refused_params": refused, "custom_params": custom, "sampling_defaults": defaults}
 
 
 def _refuse_draw(param: str, sampler: str) -> str:
@@ -166,6 +176,34 @@ def _refuse_param(param: str, records: Sequence[PluginRecord]) -> str:
     add = f"add {able[0].name} to {KEYS['logits_processor']}"
     remedy = "; ".join(map(str, able[0].problems)) or add
     return f"{param} needs the logits processor {names}, which this server does not use; leave it out, or change the server: {remedy}"
+
+
+def _choose_defaults(
+    named: Mapping[str, int | float] | None, stored: Mapping[str, int | float], refused: Mapping[str, str], reasons: dict[str, str]
+) -> dict[str, int | float]:
+    """The sampling parameters of requests that leave them out. Those of the checkpoint that this
+    server refuses are left out."""
+    values, source = (stored, "generation_config.json") if named is None else (named, DEFAULTS)
+    for name in values:
+        if name not in DEFAULT_PARAMS:
+            hint = did_you_mean(name, DEFAULT_PARAMS) or f"; it takes {', '.join(DEFAULT_PARAMS)}"
+            raise ResolveError(f"{source} has {name!r}{hint}.")
+    if named is None:
+        values = {name: value for name, value in stored.items() if name not in refused}
+        left_out = [name for name in stored if name in refused]
+        lacking = f", without {' and '.join(left_out)}, which this server does not take" if left_out else ""
+        reasons[DEFAULTS] = f"from generation_config.json{lacking}" if stored else "generation_config.json sets none"
+    remedy = f"{DEFAULTS}: {{}}" if named is None else ""
+    for name in values:
+        if name in refused:
+            raise ResolveError(f"{source}: {refused[name]}.")
+    try:
+        params = msgspec.convert(dict(values), SamplingParams)
+    except msgspec.ValidationError as error:
+        raise ResolveError(f"{source}: {str(error).replace('`', '')}.", change=remedy) from None
+    for problem in params.problems():
+        raise ResolveError(f"{source}: {problem.sentence}.", change=remedy)
+    return dict(values)
 
 
 def choose_gemm_kernels(

@@ -112,6 +112,7 @@ class ModelConfig:
     config: dict[str, Any] = field(default_factory=dict)  # all of config.json (text part)
     full_config: dict[str, Any] = field(default_factory=dict)  # all of config.json, of a checkpoint with encoders; empty: it has none
     has_processor: bool = False  # it has the files of a processor of media
+    sampling: dict[str, int | float] = field(default_factory=dict)  # the sampling parameters of generation_config.json
     chat_template: str = ""  # its source; shows how the model writes tool calls and reasoning
 
     @property

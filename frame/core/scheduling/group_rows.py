@@ -149,8 +149,7 @@ class GroupRows:
             self._writes[self.block_pool - 1].append(np.array([[slot, 0, block[0]]], np.int32))
         if self.snapshot is None:
             return
-        pages = self.allocate_pages(self.snapshot, 1)
-        if pages is None:
+        if (pages := self.allocate_pages(self.snapshot, 1)) is None:
             raise RuntimeError("a request is started without a free state")
         self.states[slot] = pages[0]
         source = match.groups[self.snapshot] if match is not None and match.groups else _NO_PAGES
@@ -287,8 +286,7 @@ class GroupRows:
             return
         for row in np.flatnonzero(num_tokens % self.interval == 0).tolist():
             slot = int(slots[row])
-            mine = self._checkpoints.get(slot)
-            if mine:
+            if mine := self._checkpoints.get(slot):
                 page = mine.pop()[1]
                 mine.append((int(num_tokens[row]), page))
                 self._saves.append((int(self.states[slot]), page))
@@ -309,8 +307,7 @@ class GroupRows:
         # the last states are left to requests that wait
         if self.count_available(index) <= max(1, self.allocator.count_pages(index + 1) // 8):
             return
-        pages = self.allocate_pages(index, 1)
-        if pages is not None:
+        if (pages := self.allocate_pages(index, 1)) is not None:
             self._checkpoints[slot].append((num_tokens, int(pages[0])))
             self._saves.append((int(self.states[slot]), int(pages[0])))
 
@@ -332,16 +329,13 @@ class GroupRows:
         `ScheduledBatch`."""
         if self.snapshot is None:
             return None, None
-        loads, saves = [(source, target) for target, source in self._loads.items()], self._saves
+        copies, index = ([(source, target) for target, source in self._loads.items()], self._saves), self.snapshot
         self._loads, self._saves = {}, []
-        index = self.snapshot
-        return tuple(self._number(index, np.array(pairs, np.int32)) if pairs else None for pairs in (loads, saves))  # type: ignore[return-value]
+        return tuple(self._number(index, np.array(pairs, np.int32)) if pairs else None for pairs in copies)  # type: ignore[return-value]
 
     def uses_states(self, pages: np.ndarray) -> bool:
-        """Whether copies of the step that is being scheduled read or write one of these pages: they
-        may be free since, but not written before the step is launched."""
-        copies = [*self._loads.items(), *self._saves]
-        return bool(copies) and not {page for copy in copies for page in copy}.isdisjoint(pages.tolist())
+        """Whether copies of the step that is being scheduled read or write one of these pages."""
+        return any(page in pages for copy in (*self._loads.items(), *self._saves) for page in copy)
 
     def repeat_writes(self, slot: int) -> None:
         """Record the slot's rows as writes again."""

@@ -43,7 +43,7 @@ _LORA = "frame serves adapters in PEFT's format: --enable-lora --lora-modules NA
 _MEMORY = "frame holds weights and KV cache on the device; a checkpoint of fewer bits needs less (--quantization)"
 _DEVICES = "set the environment variable CUDA_VISIBLE_DEVICES"
 _CONFIG = "change config.json in the checkpoint's folder"
-_REQUEST = "a request has it as a sampling parameter"
+_REQUEST = "a request has it as a sampling parameter; --sampling-defaults sets those of requests without them"
 
 _ROWS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     # model
@@ -127,6 +127,8 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("--prefill-attention-backend", (S,), "--attention-backend prefill={}", ""),
     ("--decode-attention-backend", (S,), "--attention-backend decode={}", ""),
     ("--sampling-backend", (S,), "", _DEFAULT),
+    ("--generation-config", (V,), "--sampling-defaults {}", ""),
+    ("--override-generation-config", (V,), "--sampling-defaults {}", "all of them: generation_config.json is not read then"),
     ("--moe-runner-backend", (S,), "--moe-runner {}", ""),
     ("--moe-a2a-backend --all2all-backend", (S, V), "--moe-dispatcher {}", ""),
     ("-t -tb --threads-batch", (L,), "--threads {}", ""),
@@ -166,8 +168,11 @@ _ROWS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("--log-disable", (L,), "--log-level error", ""),
     ("--stream-interval", (V, S), "", "leave it out: each event holds all tokens that are ready"),
 )
+_DEFAULTS = MappingProxyType({"vllm": "openai"})
 _LAYERS = MappingProxyType({"0": "cpu", "*": "cuda"})
-_VALUES = MappingProxyType({"--cache-type-k": _TYPES, "--task": _TASKS, "--n-gpu-layers": _LAYERS})  # by the first name
+_VALUES = MappingProxyType(  # by the first name
+    {"--cache-type-k": _TYPES, "--task": _TASKS, "--n-gpu-layers": _LAYERS, "--generation-config": _DEFAULTS}
+)
 
 EQUIVALENTS: tuple[Equivalent, ...] = tuple(
     Equivalent(tuple(names.split()), servers, use, note, _VALUES.get(names.split()[0], {})) for names, servers, use, note in _ROWS

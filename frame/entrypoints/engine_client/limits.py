@@ -1,13 +1,16 @@
-"""Checks of a request against the engine's limits before it is submitted, and the errors that they
-raise. Used by the client, the servers and the offline engine. Must not know HTTP."""
+"""Checks of a request against the engine's limits before it is submitted, the errors that they
+raise, and the fields of its parameters. Used by the client, the servers and the offline engine.
+Must not know HTTP."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from frame.config.resolved import DEFAULT_PARAMS
 from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import as_array
 from frame.text.stop_regex import PatternError, check_patterns
@@ -16,6 +19,11 @@ SHORT_PROMPT = 128  # tokens
 DEFAULTS = SamplingParams()
 STATES_OF_TOKENS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, return_hidden_states=True)
 MAX_STATE_VALUES = 4 * 1024 * 1024  # numbers of the hidden states of one response: 16 MiB, and about 80 MB of JSON
+
+
+def to_fields(params: SamplingParams) -> dict[str, Any]:
+    """The fields of a request over HTTP with these parameters, whatever the server's defaults."""
+    return {name: getattr(params, name) for name in DEFAULT_PARAMS} | msgspec.to_builtins(params, str_keys=True)
 
 
 class QueueFullError(Exception):

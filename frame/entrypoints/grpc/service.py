@@ -130,7 +130,8 @@ class Service:
             if kind != "text":
                 raise ApiError(400, "media needs text with a placeholder for each; in a chat they are parts of messages", "media")
             prompt = TextWithMedia(request.text, [media_of(each, f"media[{i}]") for i, each in enumerate(request.media)])
-        params, prompts_only = to_sampling_params(GenerateRequest(sampling_params=plain(request.sampling_params)), 1)
+        sent = GenerateRequest(sampling_params=plain(request.sampling_params))
+        params, prompts_only = to_sampling_params(sent, 1, self._services.resolved.default_params)
         if prompts_only:
             raise ApiError(400, "max_tokens is 0; it must be at least 1", "max_tokens")
         salt, limit = request.cache_salt, caller.time_left()

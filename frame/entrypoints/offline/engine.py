@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
 
+import msgspec
 import numpy as np
 
 from frame.core.errors import did_you_mean
@@ -115,6 +116,10 @@ class Engine(OfflineWeights):
     def modalities(self) -> tuple[str, ...]:
         """The kinds of media that prompts may have: "image", "video", "audio"."""
         return () if self._resolved.media is None else tuple(self._resolved.media.modalities)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of calls without `params`, but for `max_tokens`: of `sampling.defaults`."""
+        return self._resolved.default_params
 
     # generate -------------------------------------------------------------------------------------
 
@@ -352,7 +357,8 @@ class Engine(OfflineWeights):
         limits = self._session.limits
         if params is None:
             rooms = [min(limits.max_context, limits.capacity) - len(prompt) for prompt in ids]
-            all_params = [SamplingParams(max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room))) for room in rooms]
+            default = self._resolved.default_params
+            all_params = [msgspec.structs.replace(default, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room))) for room in rooms]
         counts = []
         adapters = self._adapters.find(lora, len(several))
         for place, (prompt, each, adapter) in enumerate(zip(ids, all_params, adapters, strict=True)):

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from frame.core.messages import TokenLogprobs
-from frame.entrypoints.engine_client.limits import InvalidRequestError
+from frame.entrypoints.engine_client.limits import InvalidRequestError, to_fields
 from frame.entrypoints.offline.collector import Delta, Output, group_outputs
 from frame.entrypoints.offline.prompts import EngineError, Params, check_text, expand_params, has_media, to_list, to_token_ids
 
@@ -44,7 +44,7 @@ class Job:
         if params is not None:
             # The server's default is 128 tokens, so a max_tokens of None is sent explicitly
             bare = [msgspec.structs.replace(each, return_hidden_states=False) for each in all_params]
-            self.body["sampling_params"] = [{"max_tokens": None, **msgspec.to_builtins(each, str_keys=True)} for each in bare]
+            self.body["sampling_params"] = [{"max_tokens": None, **to_fields(each)} for each in bare]
         self.body["return_logprob"] = any(each.logprobs is not None or each.prompt_logprobs is not None for each in all_params)
 
         if any(each.return_hidden_states for each in all_params):

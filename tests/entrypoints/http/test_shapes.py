@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frame.checkpoint.model_config import EMBEDDED, find_model
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import ErrorCode, Finish, TokenLogprobs
 from frame.entrypoints.http.chat.output_parser import OutputParser
 from frame.entrypoints.http.dialects.anthropic import MessagesChat
@@ -25,6 +26,8 @@ from frame.entrypoints.http.protocol.bodies import Bodies
 from frame.entrypoints.http.request_context import RequestContext
 from frame.interfaces.parsing import ReasoningDelta, ReasoningParser, ToolCallDelta, ToolCallParser, ToolDelta
 from frame.text.tokenizer import Tokenizer
+
+NONE = SamplingParams()  # no defaults
 
 
 class Thinks(ReasoningParser):
@@ -176,13 +179,19 @@ def chat(**fields: Any) -> ChatRequest:
 
 def test_fields_become_parameters() -> None:
     request = chat(stop="a", logit_bias={"5": 1}, max_tokens=9, max_completion_tokens=4, logprobs=True, top_logprobs=2, top_k=3, unknown=1)
-    params = request.to_sampling_params()
+    params = request.to_sampling_params(NONE)
     assert (params.stop, params.logit_bias, params.max_tokens, params.logprobs, params.top_k) == (("a",), {5: 1.0}, 4, 2, 3)
-    assert chat().to_sampling_params().logprobs is None
-    assert chat(response_format={"type": "json_object"}).to_sampling_params().json_object
-    schema = chat(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}).to_sampling_params().json_schema
+    assert chat().to_sampling_params(NONE).logprobs is None
+    assert chat(response_format={"type": "json_object"}).to_sampling_params(NONE).json_object
+    schema = (
+        chat(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "object"}}})
+        .to_sampling_params(NONE)
+        .json_schema
+    )
     assert json.loads(schema or "") == {"type": "object"}
-    echo = CompletionRequest.model_validate({"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 0}).to_sampling_params()
+    echo = CompletionRequest.model_validate({"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 0}).to_sampling_params(
+        SamplingParams()
+    )
     assert (echo.max_tokens, echo.prompt_logprobs, echo.logprobs) == (1, 1, 1)
 
 
@@ -216,7 +225,7 @@ async def test_half_a_body_is_waited_for_a_while() -> None:
 )
 def test_fields_that_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
-        chat(**fields).to_sampling_params()
+        chat(**fields).to_sampling_params(NONE)
     assert caught.value.status == 400
     assert caught.value.param
 

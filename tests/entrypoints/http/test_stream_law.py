@@ -23,6 +23,7 @@ import msgspec
 import pytest
 
 from frame.checkpoint.model_config import find_model
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.core.messages import Finish, Generate, StepTokens, TokenLogprobs
 from frame.entrypoints.engine_client.client import EngineClient
 from frame.entrypoints.engine_client.limits import ClientLimits
@@ -210,7 +211,7 @@ def steps_of(case: Case, sizes: tuple[int, ...], rng: random.Random) -> list[Ste
 
 def play(case: Case, steps: list[StepTokens], rng: random.Random, *, stream: bool) -> Played:
     services, request = Played(case, steps, rng), case.request(stream=stream)
-    params, prompt = request.to_sampling_params(), case.tokenizer.encode(case.prompt_end, False) or [3]
+    params, prompt = request.to_sampling_params(SamplingParams()), case.tokenizer.encode(case.prompt_end, False) or [3]
     if case.is_chat:
         pair = ParserPair(
             services.reasoning and services.reasoning(),

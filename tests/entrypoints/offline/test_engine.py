@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,19 @@ def test_forms_of_prompts(engine: Engine) -> None:
     chat = [{"role": "user", "content": "hi"}]
     assert engine.generate(chat, GREEDY).token_ids == engine.generate([chat, chat], GREEDY)[1].token_ids
     assert engine.generate([]) == []
+
+
+def test_calls_without_parameters_take_the_defaults_of_the_checkpoint(engine: Engine, checkpoint: Path, tmp_path: Path) -> None:
+    """Greedy by top_k 1; a call with parameters has those alone."""
+    folder = tmp_path / "with-defaults"
+    shutil.copytree(checkpoint, folder)
+    (folder / "generation_config.json").write_text('{"top_k": 1}')
+    greedy = engine.generate("The quick", GREEDY)
+    with Engine(model=str(folder), **KEYS) as other:
+        assert other.get_default_sampling_params() == SamplingParams(top_k=1)
+        assert all(other.generate("The quick").token_ids[:10] == greedy.token_ids for _ in range(3))
+        assert other.generate("The quick", {"max_tokens": 10, "seed": 1}).token_ids != greedy.token_ids
+    assert engine.get_default_sampling_params() == SamplingParams()
 
 
 def test_parameters_one_or_each(engine: Engine) -> None:

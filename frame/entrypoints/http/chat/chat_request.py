@@ -47,7 +47,7 @@ async def start_chats(
     """Like `start_chat`, for several conversations that differ only in their messages."""
     services.check_model(request.model, context.tenant)
     try:
-        params = request.to_sampling_params()
+        params = request.to_sampling_params(services.resolved.default_params)
         use, first = request.resolve_tools(), make_chat(services, request)
         chats = [first, *(Chat(to_template_messages(messages), first.tools, first.arguments) for messages in conversations[1:])]
     except ApiError as error:
@@ -68,7 +68,7 @@ async def start_chats(
 
 async def render_chat(context: Caller, services: Services, request: ChatRequest) -> tuple[list[int], SamplingParams]:
     """(prompt token ids, sampling parameters) without running it. Raises ApiError."""
-    params = request.to_sampling_params()
+    params = request.to_sampling_params(services.resolved.default_params)
     ids = await encode_chat(context, services, request)
     return ids, _refine(services, request, request.resolve_tools(), ids, params)
 
@@ -87,7 +87,7 @@ async def count_chat(context: Caller, services: Services, request: ChatRequest) 
     """The number of tokens of a chat request's prompt. Raises ApiError, also for what the request
     could not run with."""
     try:
-        params = request.to_sampling_params()
+        params = request.to_sampling_params(services.resolved.default_params)
     except ApiError as error:
         raise as_sent(error, request.sent_name) from None
     check_request(services, context, [params], request)

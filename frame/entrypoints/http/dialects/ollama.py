@@ -98,7 +98,7 @@ async def generate(body: GenerateBody, context: ContextDep, services: ServicesDe
         completion = body.to_completion_request(name)
         services.check_model(completion.model, context.tenant)
         try:
-            params = completion.to_sampling_params()
+            params = completion.to_sampling_params(services.resolved.default_params)
         except ApiError as error:
             raise as_sent(error, completion.sent_name) from None
         if completion.max_tokens is None:  # OpenAI's default is 16, Ollama's the rest of the context

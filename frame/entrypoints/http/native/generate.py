@@ -161,7 +161,7 @@ async def generate(request: GenerateRequest, context: ContextDep, services: Serv
     services.check_model(request.model, context.tenant)
     prompts, is_single = _prompts(request)
     check_sequence_count(services, len(prompts), "input_ids" if request.text is None else "text")
-    params, prompts_only = to_sampling_params(request, len(prompts))
+    params, prompts_only = to_sampling_params(request, len(prompts), services.resolved.default_params)
     special, sessions, tenant = True, services.sessions, context.tenant
     continued: Continuation | None = None
     if request.session_params is not None:
@@ -375,26 +375,27 @@ def _media(request: GenerateRequest, count: int, is_single: bool) -> list[list[M
     return media
 
 
-def to_sampling_params(request: GenerateRequest, count: int) -> tuple[list[SamplingParams], set[int]]:
+def to_sampling_params(request: GenerateRequest, count: int, defaults: SamplingParams) -> tuple[list[SamplingParams], set[int]]:
     """(parameters of each prompt, indices of the prompts with `max_new_tokens: 0`). The latter
-    return only the log-probabilities of the prompt. Raises ApiError 400."""
+    return only the log-probabilities of the prompt. defaults: of what the request leaves out.
+    Raises ApiError 400."""
     sent = {} if request.sampling_params is None else request.sampling_params
     if not isinstance(sent, list):
         is_prompt_only = _is_prompt_only(sent)
-        return [_params(sent, request, is_prompt_only)] * count, set(range(count) if is_prompt_only else ())
+        return [_params(sent, request, defaults, is_prompt_only)] * count, set(range(count) if is_prompt_only else ())
     several = sent
     if len(several) != count:
         sentence = f"there are {count} prompts but {len(several)} sampling_params; send one object, or one for each prompt"
         raise ApiError(400, sentence, "sampling_params")
     prompts_only = {i for i, each in enumerate(several) if _is_prompt_only(each)}
-    return [_params(each, request, i in prompts_only) for i, each in enumerate(several)], prompts_only
+    return [_params(each, request, defaults, i in prompts_only) for i, each in enumerate(several)], prompts_only
 
 
 def _is_prompt_only(values: dict[str, Any]) -> bool:
     return any(values.get(name) == 0 and values[name] is not False for name in ("max_new_tokens", "max_tokens"))
 
 
-def _params(sent: dict[str, Any], request: GenerateRequest, is_prompt_only: bool) -> SamplingParams:
+def _params(sent: dict[str, Any], request: GenerateRequest, defaults: SamplingParams, is_prompt_only: bool) -> SamplingParams:
     values = {_SYNONYMS.get(name, name): value for name, value in sent.items() if value is not None}
     for name in ("stop", "stop_regex"):
         if isinstance(values.get(name), str):
@@ -424,7 +425,7 @@ def _params(sent: dict[str, Any], request: GenerateRequest, is_prompt_only: bool
         validated = _SamplingValues.model_validate(values)
     except ValidationError as error:
         raise as_sent(validation_error(error.errors(include_url=False), values), request.sent_name) from None
-    return SamplingParams(**{name: getattr(validated, name) for name in validated.model_fields_set})
+    return msgspec.structs.replace(defaults, **{name: getattr(validated, name) for name in validated.model_fields_set})
 
 
 @router.get("/health_generate", responses=responds_with(Health))

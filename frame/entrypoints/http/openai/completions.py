@@ -315,7 +315,7 @@ def prepare_completion(
 ) -> tuple[SamplingParams, list[str | list[int]]]:
     """(sampling parameters, prompts) of a request. Raises ApiError."""
     services.check_model(request.model, context.tenant)
-    params, prompts = request.to_sampling_params(), request.to_prompts()
+    params, prompts = request.to_sampling_params(services.resolved.default_params), request.to_prompts()
     check_sequence_count(services, len(prompts) * params.n, "prompt" if params.n == 1 else "n")
     return fill_in_middle(services.need_tokenizer(), request.suffix, params, prompts) if request.suffix else (params, prompts)
 

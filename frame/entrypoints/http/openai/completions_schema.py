@@ -84,8 +84,9 @@ class GenerationRequest(SamplingFields):
         """The priority, or that of the service tier."""
         return self.priority if self.priority is not None else TIERS[self.service_tier or "auto"]
 
-    def sampling(self, **more: Any) -> SamplingParams:
-        """The sampling parameters; `more` overrides fields. Raises ApiError 400."""
+    def sampling(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        """The sampling parameters; `more` overrides fields. defaults: of what the request leaves
+        out. Raises ApiError 400."""
         options = self.stream_options
         if options is not None and not self.stream and (options.include_usage or options.continuous_usage_stats):
             raise ApiError(400, "stream_options needs stream: true; send both, or neither", "stream_options")
@@ -100,7 +101,7 @@ class GenerationRequest(SamplingFields):
         if self.stop is not None:
             values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         values |= constraint_params(self, self.response_format)
-        return SamplingParams(**{**values, **{name: value for name, value in more.items() if value is not None}})
+        return msgspec.structs.replace(defaults, **{**values, **{name: value for name, value in more.items() if value is not None}})
 
     def sent_name(self, parameter: str) -> str:
         if parameter == "whitespace_pattern":
@@ -135,13 +136,13 @@ class ChatRequest(GenerationRequest, TemplateFields):
     # beyond OpenAI
     echo: bool | None = None
 
-    def to_sampling_params(self) -> SamplingParams:
+    def to_sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         if self.modalities not in (None, ["text"]):
             raise ApiError(400, f"modalities is {quoted(self.modalities)}; this model answers in text", "modalities")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return self.sampling(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        return self.sampling(defaults, max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
     def sent_name(self, parameter: str) -> str:
         if parameter == "max_tokens" and self.max_completion_tokens is not None:
@@ -218,7 +219,7 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool = True
     user: str | None = None
 
-    def to_sampling_params(self) -> SamplingParams:
+    def to_sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         if self.suffix:
             for name in ("echo", "truncate_prompt_tokens"):
                 if getattr(self, name):
@@ -229,7 +230,7 @@ class CompletionRequest(GenerationRequest):
         if self.echo:
             limit = max(1, limit)
         scored = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
-        return self.sampling(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scored)
+        return self.sampling(defaults, max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scored)
 
     def sent_name(self, parameter: str) -> str:
         return "logprobs" if parameter == "prompt_logprobs" and self.prompt_logprobs is None else super().sent_name(parameter)

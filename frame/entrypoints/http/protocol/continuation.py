@@ -102,7 +102,7 @@ def identify(resolved: Resolved) -> str:
     plugins = [[choice.kind, choice.name, choice.version, choice.options] for kind in _KINDS for choice in resolved.plugins.get(kind, ())]
     text = user.text.model_dump(exclude={"tokenizer_workers", "detokenizer_workers", "chat_template", "score_prompt", "moderation_policy"})
     values = [package_version(), asdict(resolved.model), resolved.dtype, resolved.kv_dtype, resolved.max_context, resolved.task,
-              resolved.jump_forward, plugins, text, resolved.served_name, user.model.seed,
+              resolved.jump_forward, resolved.sampling_defaults, plugins, text, resolved.served_name, user.model.seed,
               user.speculative.model_dump(exclude={"draft_model_path"})]  # fmt: skip
     digest = hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=16)
     for place in (resolved.model_path, resolved.tokenizer_path, user.speculative.draft_model_path, user.text.chat_template):

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from frame.core.interfaces.sampling_params import SamplingParams
+from frame.entrypoints.engine_client.limits import to_fields
 from frame.entrypoints.engine_client.request_dump import RecordedSequence
 from frame.entrypoints.tools.bench.dump import MAX_TEMPERATURE, Recorded
 from frame.entrypoints.tools.bench.load import Target, run
@@ -58,7 +59,7 @@ class ReplayTarget(Target):
 
     def body(self, job: Job) -> bytes:
         assert isinstance(job, ReplayJob)
-        line, params = job.line, msgspec.to_builtins(job.params, str_keys=True)
+        line, params = job.line, to_fields(job.params)
         model = line.adapter if line.adapter.strip("-") else self.model
         fields: dict[str, Any] = {"model": model, "stream": True, "priority": line.priority}
         if job.is_completion:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from frame.core.interfaces.sampling_params import SamplingParams
 from frame.entrypoints.http.errors import ApiError
 from frame.entrypoints.http.openai.completions_schema import ChatRequest
 from frame.entrypoints.http.protocol.fields import EMPTY_ASKS, FALSE_ASKS, MAX_UNKNOWN, NEUTRAL, REFUSED, WITHOUT_EFFECT, check_fields
@@ -184,8 +185,8 @@ async def test_known_nested_fields_pass() -> None:
             reply = await server.post(CHAT, {**BODIES[CHAT], "stream": True, **more})
             assert reply.status == 200, reply.body
     constraint = {"regex": "a", "disable_fallback": True, "disable_any_whitespace": True, "disable_additional_properties": False}
-    assert ChatRequest(messages=HI, structured_outputs=constraint).to_sampling_params().regex == "a"
-    assert ChatRequest(messages=HI, response_format=SCHEMA_FORM).to_sampling_params().json_schema is not None
+    assert ChatRequest(messages=HI, structured_outputs=constraint).to_sampling_params(SamplingParams()).regex == "a"
+    assert ChatRequest(messages=HI, response_format=SCHEMA_FORM).to_sampling_params(SamplingParams()).json_schema is not None
 
 
 @pytest.mark.slow
