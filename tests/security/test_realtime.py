@@ -137,6 +137,12 @@ def cut(size: int) -> bytes:
     return b"\x81\xff" + struct.pack("!Q", size) + bytes(4)
 
 
+async def test_the_handshake_names_query_parameters_without_effect() -> None:
+    async with site() as here:
+        assert b"x-frame-ignored-fields: query.zork\r\n" in (await here.dial(HEAD.replace(b"realtime", b"realtime?zork=1", 1))).head.lower()
+        assert b"x-frame-ignored-fields" not in (await here.dial()).head.lower()
+
+
 FRAMES: list[tuple[bytes, int]] = [
     (cut(1 << 40), 1009),
     (frame(TEXT, b"\xff\xfe"), 1007),

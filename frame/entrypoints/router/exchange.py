@@ -235,7 +235,7 @@ class Exchange:
 
 
 def _lost_error(backend: Backend) -> LostError:
-    reason = "it does not answer" if backend.lost.is_set() else "it is not ready"
+    reason = backend.group.closing or ("it does not answer" if backend.lost.is_set() else "it is not ready")
     return LostError(reason, was_sent=True, is_silent=backend.was_silent)
 
 

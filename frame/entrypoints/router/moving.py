@@ -187,13 +187,13 @@ class StreamMover:
         """The answer of a replica that continues the stream, whose place then is there; or why none
         does. `is_lost`: the stream's replica is; else it is tried once."""
         request, deadline = stream.request, time.monotonic() + MOVE_TIME
-        reason, refused = "no other replica is there", set[str]()
+        reason, refused = self._backends.closing or "no other replica is there", set[str]()
         tried = {place.backend.number}  # first; its connection may be all that broke
         while True:
             backend = self._backends.choose(routing, tried, request.prefixes)
             if backend is None:
                 candidates = {each.instance for each in self._backends.healthy if each.instance}
-                if not is_lost or time.monotonic() > deadline or (candidates and candidates <= refused):
+                if self._backends.closing or not is_lost or time.monotonic() > deadline or (candidates and candidates <= refused):
                     return reason
                 if request.gone.done():
                     raise DisconnectedError

@@ -314,6 +314,8 @@ class Proxy:
                 if has_length or not reply.headers.get("content-type", "").startswith("text/event-stream"):
                     raise ResponseCutError from None
                 sentence = f"the replica {backend.url} was lost while it answered request {request.request_id}"
+                if self.backends.closing:
+                    sentence = f"{self.backends.closing}, and the answer to request {request.request_id} ends here"
                 event = (b"" if last in (b"", b"\n\n") else b"\n\n") + error_event(request, sentence)  # not a part of a half event
                 await request.send({"type": "http.response.body", "body": event, "more_body": False})
                 return

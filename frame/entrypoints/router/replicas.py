@@ -131,6 +131,7 @@ class Backends:
         self.prefixes = prefixes
         self._usual_check = 0.0  # seconds, the median of the replicas' last answered checks
         self._num_waiting = dict[str, int]()  # by source, replicas beyond `MAX_REPLICAS`
+        self.closing = ""  # why no replica gets requests any more
         self.desired: DesiredReplicas | None = None  # set where the fleet has latency targets
         self.first_tokens: deque[tuple[float, float]] = deque(maxlen=FIRST_TOKENS)  # (when, seconds) of streams
 
@@ -245,6 +246,12 @@ class Backends:
             if not watcher.done() and (not is_reachable or (can_move and has_other)):
                 watcher.set_result(None)
 
+    def close(self, reason: str) -> None:
+        """End the requests that run: all replicas are lost to them, and none is checked again."""
+        self.closing = reason
+        for backend in self.all:
+            self.mark_lost(backend, reason)
+
     async def watch(self) -> None:
         """Check every replica, until cancelled."""
         while True:
@@ -290,6 +297,8 @@ class Backends:
     async def check(self, backend: Backend, *, is_suspect: bool = False) -> None:
         """Ask a replica for its health once. `is_suspect`: a connection broke, or none was tried
         yet, so one failed check is enough; those of many requests are one."""
+        if self.closing:
+            return
         if not is_suspect:
             await self._check(backend, is_suspect=False)
             return

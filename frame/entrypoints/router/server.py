@@ -9,6 +9,7 @@ import gc
 import json
 import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ from frame.plugins.loader import load_registry
 HEAD = 30.0  # seconds that a client has for a request's head, and to read
 MAX_ADMIN_CONNECTIONS = 32
 DRAIN = 30.0  # seconds that requests have to finish after a signal
+END_TIME = 2.0  # seconds in which those that are ended then send their last bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +144,25 @@ async def route(
         await stop.wait()
         for each in server.servers:
             each.close()  # no more connections
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN):
-                while any(backend.outstanding for backend in (*backends.all, *prefill.all)) and not now.is_set():  # noqa: ASYNC110 - two conditions
-                    await asyncio.sleep(0.05)
+        await _wait_idle((backends, prefill), DRAIN, now)
         watching.cancel()
         reader.close()
         await asyncio.gather(watching, return_exceptions=True)
+        for group in (backends, prefill):
+            group.close("the router is shutting down")
+        await _wait_idle((backends, prefill), END_TIME)
         if admin is not None:
             operators.should_exit = operators.force_exit = True
-            await asyncio.wait([managing], timeout=2.0)
+            await asyncio.wait([managing], timeout=END_TIME)
         server.should_exit = server.force_exit = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(serving, 2.0)
+            await asyncio.wait_for(serving, END_TIME)
+
+
+async def _wait_idle(groups: Sequence[Backends], seconds: float, now: asyncio.Event | None = None) -> None:
+    """Wait until no request runs, for so long at most, or until `now`."""
+    deadline = time.monotonic() + seconds
+    while any(each.outstanding for group in groups for each in group.all) and time.monotonic() < deadline:
+        if now is not None and now.is_set():
+            return
+        await asyncio.sleep(0.05)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from frame.entrypoints.http.errors import ApiError, DisconnectedError
 from frame.entrypoints.http.protocol.api_route import Access, ApiRouter, ContextDep, ServicesDep, make_extension, responds_with
+from frame.entrypoints.http.protocol.fields import ignored_header
 from frame.entrypoints.http.realtime.open_sessions import OpenSessions
 from frame.entrypoints.http.request_context import RequestContext
 from frame.entrypoints.http.response_types import declare
@@ -66,6 +67,8 @@ async def _serve(context: RequestContext, services: Services, sessions: OpenSess
     if context.lease is not None:
         context.lease.close()  # each response has its own; the number of sessions has its own limit
     headers = [*context.scope.get("response_headers", ()), (HEADER, context.request_id.encode())]
+    if context.ignored:
+        headers.append(ignored_header(context.ignored))
     if subprotocol is not None:
         headers.append((b"sec-websocket-protocol", subprotocol.encode()))
     context.started, context.status = True, 101
