@@ -16,7 +16,7 @@ import click
 
 from frame.core.errors import ConfigError
 from frame.entrypoints.cli.bench_kernels import PLOT_FILE, attention, moe, write_results
-from frame.entrypoints.cli.options import OUTPUT_FILE, ParsedType, config_command, join_options
+from frame.entrypoints.cli.options import OUTPUT_FILE, FiniteRange, ParsedType, config_command, join_options
 from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
 from frame.entrypoints.tools.bench.replay import parse_speed
 from frame.entrypoints.tools.bench.workload import ALL, SHAPES, Arrivals, Shape, Workload, chosen, span
@@ -57,7 +57,7 @@ workload_options = join_options(
     click.option(
         "--prefix-groups", "groups", type=click.IntRange(min=1), help="Number of groups of requests, each with its own shared prefix."
     ),
-    click.option("--temperature", type=click.FloatRange(0, 2), help="Sampling temperature. Default: the workload's."),
+    click.option("--temperature", type=FiniteRange(0, 2), help="Sampling temperature. Default: the workload's."),
     click.option("--workload-seed", "seed", type=int, default=0, help="Seed of prompts and arrival times."),
     click.option("--json", "path", type=OUTPUT_FILE, help="Write the report to this JSON file."),
 )
@@ -112,15 +112,15 @@ def offline(loaded: LoadedConfig, names: Sequence[str], seed: int, path: Path | 
 )
 @click.option(
     "--burstiness",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=1.0,
     help="1: Poisson arrivals; below 1: bursts; above 1: more even.",
 )
 @click.option("--concurrency", type=click.IntRange(min=1), help="Maximum number of concurrent requests. Default: no limit.")
 @click.option("--vocabulary", type=click.IntRange(min=16), default=2000, help="Token ids of prompts are below this value.")
-@click.option("--goal-ttft", type=click.FloatRange(min=0, min_open=True), help="TTFT goal in milliseconds, for goodput.")
-@click.option("--goal-itl", type=click.FloatRange(min=0, min_open=True), help="ITL goal in milliseconds, for goodput.")
-@click.option("--goal-e2e", type=click.FloatRange(min=0, min_open=True), help="End-to-end latency goal in milliseconds, for goodput.")
+@click.option("--goal-ttft", type=FiniteRange(min=0, min_open=True), help="TTFT goal in milliseconds, for goodput.")
+@click.option("--goal-itl", type=FiniteRange(min=0, min_open=True), help="ITL goal in milliseconds, for goodput.")
+@click.option("--goal-e2e", type=FiniteRange(min=0, min_open=True), help="End-to-end latency goal in milliseconds, for goodput.")
 def serve(
     base_url: str,
     model: str | None,

@@ -13,7 +13,7 @@ import click
 
 from frame.config.selection import ResolveError
 from frame.core.errors import ConfigError
-from frame.entrypoints.cli.options import OUTPUT_FILE, ParsedType, join_options, parse_output
+from frame.entrypoints.cli.options import OUTPUT_FILE, FiniteRange, ParsedType, join_options, parse_output
 from frame.entrypoints.tools.bench.workload import Span, span
 from frame.host.installation import install_command
 from frame.host.progress import track
@@ -67,7 +67,7 @@ machine_options = join_options(
         default="measured",
         help="Hardware limits for the lower bound of the time: measured on this machine, or those of one H200.",
     ),
-    click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.3, help="Measuring time per value, in seconds."),
+    click.option("--seconds", type=FiniteRange(min=0, min_open=True), default=0.3, help="Measuring time per value, in seconds."),
     click.option("--json", "path", type=OUTPUT_FILE, help="Write the report to this JSON file."),
     click.option("--plot", type=PLOT_FILE, help="Write a plot to this .png or .svg file; needs frame-serve[bench]."),
 )

@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from frame.entrypoints.cli.options import config_command, refuse_engine_flags
+from frame.entrypoints.cli.options import FiniteRange, config_command, refuse_engine_flags
 from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
-from frame.entrypoints.tools.server_calls import CONTROLS, describe_unreachable, read_error_message
+from frame.entrypoints.tools.server_calls import CONTROLS, describe_unreachable, make_headers, read_error_message
 
 if TYPE_CHECKING:
     from frame.entrypoints.offline.engine import Engine
@@ -32,12 +32,14 @@ HELP = f"Chat in the terminal with a server (--base-url) or with a model in this
 @click.option("--base-url", help="URL of the server, such as http://127.0.0.1:30000. Default: load the model in this process.")
 @click.option("--system", help="System message.")
 @click.option("--max-tokens", type=int, default=512, help="Maximum number of tokens of an answer.")
-@click.option("--temperature", type=float, default=0.0, help="Sampling temperature; 0: greedy.")
+@click.option("--temperature", type=FiniteRange(0, 100), default=0.0, help="Sampling temperature; 0: greedy.")
 @click.option("--message", "-m", help="Send one message, print the answer and exit.")
 def command(
     loaded: LoadedConfig, base_url: str | None, system: str | None, max_tokens: int, temperature: float, message: str | None
 ) -> None:
     parameters = {"max_tokens": max_tokens, "temperature": temperature}
+    if message is not None and not message.strip():
+        raise click.UsageError("--message is empty; write a text")
     if base_url is not None:
         refuse_engine_flags(loaded)
         talk(_server(base_url, loaded.config.server.api_key, parameters), system, message)
@@ -68,6 +70,7 @@ def talk(reply: StreamReply, system: str | None, only: str | None) -> None:
             click.echo(COMMANDS if line == "/help" else f"unknown command {line}; {COMMANDS}", err=True)
             continue
         if line:
+            check_text(line)
             asked = [*messages, {"role": "user", "content": line}]
             try:
                 messages = [*asked, {"role": "assistant", "content": _say(reply(asked))}]
@@ -79,9 +82,19 @@ def talk(reply: StreamReply, system: str | None, only: str | None) -> None:
             return
 
 
+def check_text(text: str) -> None:
+    """Raise ClickException for a text of bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise click.ClickException("The message is not valid UTF-8; write it in UTF-8, and set a locale such as C.UTF-8.") from None
+
+
 def _read(is_terminal: bool) -> str | None:
     try:
         return input("> " if is_terminal else "").strip()
+    except UnicodeDecodeError:
+        raise click.ClickException("The standard input is not valid UTF-8; write it in UTF-8.") from None
     except (EOFError, KeyboardInterrupt):
         return None
 
@@ -113,8 +126,11 @@ def _engine(engine: Engine, parameters: dict[str, Any]) -> StreamReply:
 def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> StreamReply:
     import httpx
 
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    client = httpx.Client(base_url=base_url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=None)  # noqa: S113 - generation has no time limit
+    headers, url = make_headers(api_key), base_url.rstrip("/").removesuffix("/v1")
+    try:
+        client = httpx.Client(base_url=url, headers=headers, timeout=None)  # noqa: S113 - generation has no time limit
+    except httpx.InvalidURL as error:
+        raise click.ClickException(describe_unreachable(base_url, error)) from None
 
     def reply(messages: Messages) -> Generator[str]:
         body = {"model": "", "messages": messages, "stream": True, **parameters}
@@ -122,19 +138,30 @@ def _server(base_url: str, api_key: str | None, parameters: dict[str, Any]) -> S
             with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise click.ClickException(read_error_message(response.text))
+                    said = read_error_message(response.text)
+                    raise click.ClickException(said or f"{base_url} answers with status {response.status_code}")
+                is_complete = False
                 for line in response.iter_lines():
+                    is_complete |= line == "data: [DONE]"
                     if line.startswith("data: ") and line != "data: [DONE]":
-                        yield from _pieces(json.loads(line[6:]))
+                        yield from _pieces(line[6:])
+                if not is_complete:
+                    raise click.ClickException(f"The answer of {base_url} is incomplete: its stream ends without [DONE].")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise click.ClickException(describe_unreachable(base_url, error)) from None
 
     return reply
 
 
-def _pieces(event: dict[str, Any]) -> Iterator[str]:
-    if "error" in event:
-        raise click.ClickException(str(event["error"]["message"]).translate(CONTROLS))
-    for choice in event["choices"]:
-        delta = choice["delta"]
-        yield (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+def _pieces(data: str) -> list[str]:
+    """The texts of an event. Raises ClickException for an error, and for what is no event of a
+    chat."""
+    try:
+        event = json.loads(data)
+        if "error" in event:
+            raise click.ClickException(str(event["error"]["message"]).translate(CONTROLS))
+        deltas = [choice["delta"] for choice in event["choices"]]
+        return [(delta.get("reasoning_content") or "") + (delta.get("content") or "") for delta in deltas]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        shown = data[:100].translate(CONTROLS)
+        raise click.ClickException(f"The server sent {shown!r}, which is no event of /v1/chat/completions.") from None

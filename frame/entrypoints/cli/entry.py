@@ -4,6 +4,7 @@ here, before the imports of the command line and the configuration, which take 0
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ def open_closed_streams() -> None:
     os.close(descriptor)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal of another encoding shows what it can
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def start_early(arguments: Sequence[str], module: str = WORKER) -> contextlib.AbstractContextManager[EarlyProcess | None]:

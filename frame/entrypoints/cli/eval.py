@@ -29,6 +29,9 @@ def command(
 ) -> None:
     report = asyncio.run(_evaluate(loaded, base_url, tasks or TASKS, samples, seed, concurrency))
     click.echo(json.dumps(report.to_json(), indent=2) if is_json else report.table())
+    failed = [each for each in report.outcomes if each.error]
+    if failed and len(failed) == len(report.outcomes):
+        raise click.ClickException(f"All {len(failed)} requests failed, so this is no score. The first error: {failed[0].error}")
 
 
 async def _evaluate(loaded: LoadedConfig, base_url: str | None, tasks: Sequence[str], samples: int, seed: int, concurrency: int) -> Report:

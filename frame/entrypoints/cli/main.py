@@ -7,6 +7,7 @@ checkpoint or plugin.
 
 from __future__ import annotations
 
+import errno
 import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -39,6 +40,10 @@ _BUILT_IN: Mapping[str, tuple[str, str]] = {
 }
 # The commands whose modules this installation has: one is deleted with its module.
 COMMANDS = {name: entry for name, entry in _BUILT_IN.items() if has_module(entry[0].partition(":")[0])}
+
+
+# Of a command's result: the disk is full, or the place takes no files
+WRITE_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO))
 
 
 class HelpError(click.ClickException):
@@ -88,6 +93,11 @@ class LazyGroup(click.Group):
         except ConfigurationError as error:
             click.echo(f"frame: {error}", err=True)
             ctx.exit(EXIT_CONFIGURATION)
+        except OSError as error:
+            if error.errno not in WRITE_ERRORS:
+                raise
+            click.echo(f"frame: {error.filename or 'the output'} cannot be written: {error.strerror}", err=True)
+            ctx.exit(1)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True})

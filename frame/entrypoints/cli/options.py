@@ -7,6 +7,7 @@ LoadedConfig` and its own options.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -114,6 +115,16 @@ def _show_help(ctx: click.Context, param: click.Parameter, which: str | None) ->
     ctx.exit()
 
 
+class FiniteRange(click.FloatRange):
+    """A number in a range; NaN, which passes click's comparisons, and infinity are refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
 class ParsedType(click.ParamType):
     """An option's type: `parse` makes the value of its text, and its ValueError is the error."""
 
@@ -135,7 +146,7 @@ def parse_output(text: str) -> Path:
     path = Path(text)
     if path.is_dir():
         raise ValueError(f"{text!r} is a folder; name a file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(path if path.exists() else path.parent, os.W_OK) or path.absolute().is_relative_to("/proc"):
         raise ValueError(f"{text!r} cannot be written; name a file in a folder that exists and is writable")
     return path
 

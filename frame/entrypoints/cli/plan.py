@@ -4,13 +4,14 @@ target. Needs `config.json` alone, and none of the devices."""
 from __future__ import annotations
 
 import json
+from math import inf
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from frame.core.errors import ConfigError
-from frame.entrypoints.cli.options import config_command
+from frame.entrypoints.cli.options import FiniteRange, config_command
 from frame.entrypoints.configuration.sources import LoadedConfig
 
 GIB = 1024**3
@@ -21,10 +22,10 @@ RANKED_SECONDS = 60.0  # in which requests arrive
 @click.option("--machine", metavar="NxCARD", help="Plan for this machine, such as 8xh200, in place of the one that runs the command.")
 @click.option("--requests", type=click.IntRange(min=1), help="Target: requests at once. Finds the fewest devices.")
 @click.option("--context", type=click.IntRange(min=2), default=1024, help="Target: tokens of a request.")
-@click.option("--rate", type=click.FloatRange(min=0), default=0.0, help="Target: output tokens/s of each request.")
-@click.option("--share", type=click.FloatRange(min=0.01, max=1), default=0.6, help="Share of the bound's speed that counts.")
+@click.option("--rate", type=FiniteRange(min=0), default=0.0, help="Target: output tokens/s of each request.")
+@click.option("--share", type=FiniteRange(min=0.01, max=1), default=0.6, help="Share of the bound's speed that counts.")
 @click.option("--hosts", type=click.IntRange(1, 1024), help="Rank the plans of so many machines by simulation; with --arrivals.")
-@click.option("--arrivals", type=click.FloatRange(min=0.001, max=1e5), help="Requests/s of --hosts: prompts of 3/4 of --context.")
+@click.option("--arrivals", type=FiniteRange(min=0.001, max=1e5), help="Requests/s of --hosts: prompts of 3/4 of --context.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def command(
     loaded: LoadedConfig,
@@ -68,6 +69,9 @@ def command(
     click.echo(json.dumps(plan.describe(), indent=2) if is_json else _format(plan.describe(), plan.resolved.device, machine))
 
 
+_RANKED = ("first_token_ms", "between_tokens_ms", "end_to_end_ms")
+
+
 def _rank(loaded: LoadedConfig, cluster: Any, arrivals: float, context: int, *, is_json: bool) -> None:
     """Print the plans in the order of their median end-to-end latency."""
     from frame.entrypoints.tools.simulate.simulation import rank_plans
@@ -76,14 +80,15 @@ def _rank(loaded: LoadedConfig, cluster: Any, arrivals: float, context: int, *, 
     output = max(1, context // 4)
     ranked = dict(rank_plans(loaded.config, cluster, Distribution(arrivals, RANKED_SECONDS, (context - output,) * 2, (output,) * 2)))
     figures = {name: row for name, row in ranked.items() if isinstance(row, dict)}
-    order = sorted(figures, key=lambda name: figures[name]["end_to_end_ms"]["p50"])
+    order = sorted(figures, key=lambda name: figures[name]["end_to_end_ms"].get("p50", inf))
     if is_json:
         click.echo(json.dumps({"order": order, "plans": ranked}, indent=2))
         return
     for name in order:
         row = figures[name]
-        ttft, itl, whole = (row[key]["p50"] for key in ("first_token_ms", "between_tokens_ms", "end_to_end_ms"))
-        click.echo(f"{name:16} {row['replicas']:4} replicas: TTFT {ttft:,.0f} ms, ITL {itl:,.1f} ms, end to end {whole:,.0f} ms (p50)")
+        shown = {key: "none" if "p50" not in row[key] else f"{row[key]['p50']:,.1f} ms" for key in _RANKED}
+        ttft, itl, whole = shown.values()
+        click.echo(f"{name:16} {row['replicas']:4} replicas: TTFT {ttft}, ITL {itl}, end to end {whole} (p50)")
     for name, reason in ranked.items():
         if name not in figures:
             click.echo(f"{name:16} {reason}")

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from frame.core.errors import ConfigError
-from frame.entrypoints.cli.options import OUTPUT_FILE, config_command, join_options
+from frame.entrypoints.cli.options import OUTPUT_FILE, FiniteRange, config_command, join_options
 from frame.entrypoints.configuration.sources import LoadedConfig, refuse_server_settings
 from frame.entrypoints.tools.bench.workload import SHAPES
 
@@ -103,7 +103,7 @@ def _run(engine: Any, jobs: list[Any], record: tuple[int, int] | None) -> Path:
 @click.option("--base-url", default="http://127.0.0.1:30000", help="URL of the server or its admin listener.")
 @click.option("--key", envvar="FRAME_ADMIN_KEY", help="Admin key of the server.")
 @click.option("--steps", type=click.IntRange(1, 2000), default=50, help="Number of steps to record.")
-@click.option("--seconds", type=click.FloatRange(0, _MAX_WAIT), default=5.0, help="Seconds to wait for these steps.")
+@click.option("--seconds", type=FiniteRange(0, _MAX_WAIT), default=5.0, help="Seconds to wait for these steps.")
 @result_options
 def server(base_url: str, key: str | None, steps: int, seconds: float, out: Path | None, top: int) -> None:
     import time

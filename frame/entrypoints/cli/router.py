@@ -7,12 +7,14 @@ import logging
 import click
 from click.core import ParameterSource
 
+from frame.entrypoints.cli.options import FiniteRange
+
 
 @click.command(help="Route requests to servers of the same model.")
 @click.option("--replica", "replicas", multiple=True, metavar="URL", help="A server, as http://HOST:PORT; may be repeated.")
 @click.option("--prefill", "prefills", multiple=True, metavar="URL", help="A server with --disaggregation-mode prefill; may be repeated.")
 @click.option(
-    "--prefill-timeout", type=click.FloatRange(min=0.1), default=60.0,
+    "--prefill-timeout", type=FiniteRange(min=0.1), default=60.0,
     help="Seconds that prefill servers have for a prompt, before a decode server computes it.",
 )  # fmt: skip
 @click.option("--decode", "decodes", multiple=True, metavar="URL", help="A server with --disaggregation-mode decode; may be repeated.")
@@ -30,13 +32,13 @@ from click.core import ParameterSource
 @click.option("--ssl-certfile", metavar="PATH", help="PEM file of the router's certificate chain; enables TLS.")
 @click.option("--ssl-keyfile", metavar="PATH", help="PEM file of its private key. Default: --ssl-certfile.")
 @click.option("--ssl-ca-certs", metavar="PATH", help="PEM file of authorities; clients must have a certificate of one of them.")
-@click.option("--target-ttft", type=click.FloatRange(min=0.001), help="Seconds to the first token that frame_desired_replicas aims at.")
-@click.option("--target-itl", type=click.FloatRange(min=0.0001), help="Seconds between tokens, likewise; needs FRAME_FLEET_KEY.")
+@click.option("--target-ttft", type=FiniteRange(min=0.001), help="Seconds to the first token that frame_desired_replicas aims at.")
+@click.option("--target-itl", type=FiniteRange(min=0.0001), help="Seconds between tokens, likewise; needs FRAME_FLEET_KEY.")
 @click.option("--min-replicas", type=click.IntRange(min=1), default=1, help="Least frame_desired_replicas.")
 @click.option("--max-replicas", type=click.IntRange(min=1), default=64, help="Most frame_desired_replicas.")
-@click.option("--replica-start", type=click.FloatRange(min=1), default=60.0, help="Seconds that a replica takes until it serves.")
-@click.option("--scale-in-delay", type=click.FloatRange(min=1), default=300.0, help="Seconds in which a replica was not needed.")
-@click.option("--health-interval", type=click.FloatRange(min=0.05), default=2.0, help="Seconds between health checks.")
+@click.option("--replica-start", type=FiniteRange(min=1), default=60.0, help="Seconds that a replica takes until it serves.")
+@click.option("--scale-in-delay", type=FiniteRange(min=1), default=300.0, help="Seconds in which a replica was not needed.")
+@click.option("--health-interval", type=FiniteRange(min=0.05), default=2.0, help="Seconds between health checks.")
 @click.option("--max-body-bytes", type=click.IntRange(min=1024), default=64 << 20, help="Largest body of a request.")
 @click.option("--max-connections", type=click.IntRange(min=1), default=4096, help="Most connections of clients.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="Least severe messages.")

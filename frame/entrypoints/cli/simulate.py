@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from frame.core.errors import ConfigError
-from frame.entrypoints.cli.options import OUTPUT_FILE, ParsedType, config_command
+from frame.entrypoints.cli.options import OUTPUT_FILE, FiniteRange, ParsedType, config_command
 from frame.entrypoints.configuration.sources import LoadedConfig
 
 MAX_REQUESTS = 10_000_000
@@ -34,9 +34,9 @@ _DRAWN = ("duration", "input_len", "output_len", "shared", "groups", "burstiness
 @click.option("--replicas", type=click.IntRange(1, 4096), help="Replicas behind the router. Default: as many as the machine has room for.")
 @click.option("--policy", help="Routing policy, by plugin name. Default: the best-ranked one.")
 @click.option("--dump", type=click.Path(path_type=Path), help="Serve the requests of this file or folder of --request-dump.")
-@click.option("--rate", type=click.FloatRange(min=0.001, max=1e6), help="Requests/s. Default: 1, or the times of the dump.")
-@click.option("--duration", type=click.FloatRange(min=0.001, max=7 * 86400), default=60.0, help="Seconds in which requests arrive.")
-@click.option("--burstiness", type=click.FloatRange(min=0.01, max=100), default=1.0, help="1: Poisson arrivals; below 1: bursts.")
+@click.option("--rate", type=FiniteRange(min=0.001, max=1e6), help="Requests/s. Default: 1, or the times of the dump.")
+@click.option("--duration", type=FiniteRange(min=0.001, max=7 * 86400), default=60.0, help="Seconds in which requests arrive.")
+@click.option("--burstiness", type=FiniteRange(min=0.01, max=100), default=1.0, help="1: Poisson arrivals; below 1: bursts.")
 @click.option("--input-len", type=SPAN, default="512:1536", help="Prompt tokens of a request, besides the shared ones.")
 @click.option("--output-len", type=SPAN, default="96:288", help="Output tokens of a request.")
 @click.option("--shared-prefix", "shared", type=click.IntRange(0, 1 << 20), default=0, help="Tokens that the prompts of a group share.")

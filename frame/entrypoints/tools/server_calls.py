@@ -19,18 +19,29 @@ def describe_unreachable(base_url: str, error: Exception) -> str:
     return f"The server at {base_url} does not respond ({error}); start one with `frame serve`, or pass its URL with --base-url."
 
 
+def make_headers(key: str | None) -> dict[str, str]:
+    """The headers of a request with this API key. Raises ClickException for one that no header can
+    hold."""
+    if key and not (key.isascii() and key.isprintable()):
+        raise click.ClickException("The API key has characters that are not printable ASCII, which no header can hold; check --api-key.")
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 def ask_server(method: str, base_url: str, path: str, key: str | None, body: Any = None, timeout: float | None = None) -> Any:
     """The JSON of a response. Raises ClickException where there is none."""
     import httpx
 
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    headers = make_headers(key)
     try:
         reply = httpx.request(method, base_url.rstrip("/") + path, json=body, headers=headers, timeout=timeout)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise click.ClickException(describe_unreachable(base_url, error)) from None
     if reply.status_code != 200:
         raise click.ClickException(f"{base_url}{path} answered {reply.status_code}: {read_error_message(reply.text)}")
-    return reply.json()
+    try:
+        return reply.json()
+    except ValueError:
+        raise click.ClickException(f"{base_url}{path} answered with what is not JSON; is it a server of frame?") from None
 
 
 def read_error_message(text: str) -> str:

@@ -1,4 +1,4 @@
-"""`frame NAME` for a NAME that is no command says what to do."""
+"""`frame NAME` for a NAME that is no command says what to do; numbers of options are finite."""
 
 from __future__ import annotations
 
@@ -39,3 +39,28 @@ def test_the_remedy_is_named(name: str, sentence: str) -> None:
 def test_the_packages_bring_these_commands() -> None:
     for name, package in PACKAGES.items():
         assert f"\n{name} = " in (ROOT / "packages" / package / "pyproject.toml").read_text().partition("entry-points.frame_commands]")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["simulate", "--machine", "1xh200", "--burstiness", "nan"],
+        ["simulate", "--machine", "1xh200", "--rate", "nan"],
+        ["bench", "serve", "--burstiness", "nan"],
+        ["bench", "serve", "--temperature", "nan"],
+        ["bench", "serve", "--goal-ttft", "nan"],
+        ["plan", "--machine", "8xh200", "--rate", "nan"],
+        ["plan", "--machine", "8xh200", "--hosts", "2", "--arrivals", "inf"],
+        ["router", "--replica", "http://127.0.0.1:1", "--health-interval", "nan"],
+    ],
+)
+def test_numbers_of_options_are_finite(arguments: list[str]) -> None:
+    done = CliRunner().invoke(main.cli, arguments)
+    assert done.exit_code == 2, done.output
+    assert f"'{arguments[-2]}': {arguments[-1]} is not" in done.output
+
+
+def test_a_plan_of_one_token_has_no_time_between_tokens() -> None:
+    done = CliRunner().invoke(main.cli, ["plan", "--machine", "8xh200", "--hosts", "2", "--arrivals", "1", "--context", "2"])
+    assert done.exit_code == 0, done.output
+    assert "ITL none, end to end" in done.output

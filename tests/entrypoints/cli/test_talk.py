@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import socketserver
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +118,88 @@ def test_in_process_a_refusal_is_one_sentence(checkpoint: Path) -> None:
     done = CliRunner().invoke(cli, ["chat", "--model", str(checkpoint), "--max-model-len", "64", "--max-tokens", "1000", "-m", "x"])
     assert done.exit_code == 1
     assert "lower max_tokens" in done.output
+
+
+@contextmanager
+def answering(body: bytes, head: bytes = b"200 OK") -> Iterator[str]:
+    """A server that answers each request with these bytes."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                pass
+            self.wfile.write(b"HTTP/1.1 " + head + b"\r\nconnection: close\r\ncontent-type: text/event-stream\r\n\r\n" + body)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.server_address[1]}"
+        listener.shutdown()
+
+
+EVENT = b'data: {"choices": [{"delta": {"content": "yes"}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("body", "head", "sentence"),
+    [
+        (EVENT, b"200 OK", "is incomplete: its stream ends without [DONE]"),
+        (b"<html>", b"200 OK", "is incomplete"),
+        (b"data: {\n\n", b"200 OK", "The server sent '{', which is no event of /v1/chat/completions"),
+        (b'data: {"choices": 3}\n\n', b"200 OK", "which is no event"),
+        (b"data: []\n\n", b"200 OK", "which is no event"),
+        (b'data: {"choices": [{"delta": {"content": 5}}]}\n\n', b"200 OK", "which is no event"),
+        (b"", b"302 Found", "answers with status 302"),
+        (b"", b"204 No Content", "answers with status 204"),
+    ],
+)
+def test_chat_with_what_is_no_server_of_chats(body: bytes, head: bytes, sentence: str) -> None:
+    with answering(body, head) as url:
+        done = CliRunner().invoke(cli, ["chat", "--base-url", url, "-m", "hi"])
+    assert (done.exit_code, "Traceback" in done.output) == (1, False)
+    assert sentence in done.output, done.output
+
+
+def test_chat_with_a_whole_answer() -> None:
+    with answering(EVENT + b"data: [DONE]\n\n") as url:
+        assert run("chat", "--base-url", url, "-m", "hi") == "yes\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["-m", "\udcff"], 1, "The message is not valid UTF-8"),
+        (["-m", " "], 2, "--message is empty"),
+        (["-m", "x", "--base-url", "http://[::1"], 1, "does not respond"),
+        (["-m", "x", "--api-key", "é日"], 1, "The API key has characters that are not printable ASCII"),
+        (["-m", "x", "--temperature", "nan"], 2, "nan is not a finite number"),
+        (["-m", "x", "--temperature", "inf"], 2, "inf is not in the range"),
+    ],
+)
+def test_chat_refuses_what_cannot_be_sent(arguments: list[str], code: int, sentence: str) -> None:
+    done = CliRunner().invoke(cli, ["chat", "--base-url", "http://127.0.0.1:1", *arguments])
+    assert done.exit_code == code, done.output
+    assert sentence in done.output
+
+
+def test_an_evaluation_of_which_all_requests_fail_is_no_score() -> None:
+    with answering(b'{"data": [{"id": "m"}]}') as url:
+        done = CliRunner().invoke(cli, ["eval", "--base-url", url, *TASK])
+    assert done.exit_code == 1
+    assert "All 2 requests failed, so this is no score. The first error: " in done.output
+
+
+def test_standard_input_that_is_not_utf_8() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "frame", "chat", "--base-url", "http://127.0.0.1:1"], input=b"\xff\xfe\n", capture_output=True, check=False
+    )
+    assert done.returncode == 1
+    assert b"Traceback" not in done.stderr, done.stderr
+    assert b"is not valid UTF-8" in done.stderr
+
+
+def test_a_full_output_is_a_sentence() -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([sys.executable, "-m", "frame", "dashboard"], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1
+    assert b"frame: the output cannot be written: No space left on device" in done.stderr
+    assert b"Traceback" not in done.stderr, done.stderr

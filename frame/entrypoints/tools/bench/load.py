@@ -20,6 +20,7 @@ import msgspec
 
 from frame.entrypoints.tools.bench.summary import Timing
 from frame.entrypoints.tools.bench.workload import Job
+from frame.entrypoints.tools.server_calls import make_headers
 from frame.host.progress import show_progress
 
 DONE = b"[DONE]"
@@ -139,7 +140,7 @@ async def run(target: Target, jobs: Sequence[Job], max_concurrency: int | None =
 
 def _request(target: Target, job: Job) -> bytes:
     url, body = urlsplit(target.base_url), target.body(job)
-    key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
+    key = "".join(f"{name}: {value}\r\n" for name, value in make_headers(target.api_key).items())
     path = url.path.rstrip("/").removesuffix("/v1")
     head = f"POST {path}{target.route(job)} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n{key}"
     return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body

@@ -8,6 +8,7 @@ from typing import Any, Self
 import httpx
 
 from frame.entrypoints.tools.eval.tasks import Message
+from frame.entrypoints.tools.server_calls import make_headers
 
 TIMEOUT = 300.0  # seconds of a request
 
@@ -19,7 +20,7 @@ class HttpBackend:
         self, base_url: str, model: str | None = None, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         root = base_url.rstrip("/")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = make_headers(api_key)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         url = root if root.endswith("/v1") else f"{root}/v1"
         self.client = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits, transport=transport)
