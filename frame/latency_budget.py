@@ -1,8 +1,8 @@
 """`LatencyBudget`: how many prompt tokens a step may have, so that the inter-token latency of
 running requests stays within a target.
 
-Implements the scheduler's `PromptBudget`; `scheduler.target_itl_ms` selects it. Must not know a
-request or a device.
+Implements the scheduler's `PromptBudget`; `scheduler.target_itl_ms` sets its target. Must not know
+a request or a device.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from frame.core.scheduling.running import StepRecord
 
 TILE = 128  # rows of a step that matrix products compute together; also the least prompt tokens of a step
 FIRST = 4 * TILE  # prompt tokens beside decodes while no step was measured
+DEFAULT_TARGET = 0.05  # seconds, of a server without a target
+DEFAULT_MINIMUM = 2048  # prompt tokens of its steps: smaller ones read the weights too often
 AIM = 0.9  # share of the target that a step is planned for: steps differ
 WEIGHT = 0.2  # of a new step in a mean
 MAX_RATIO = 4.0  # of a step to the mean, above which it counts for less: it may have compiled a kernel
@@ -38,19 +40,20 @@ class LatencyBudget:
     A step that used less than half of its budget says little of a full one, so it counts only if it
     was late. The budget grows to twice the last step that counted, not further: no size is chosen
     of which the half was not measured. The mean rises at once and falls slowly, for the slowest
-    steps make the tail. A step without decodes has the whole budget, and no step less than `TILE`
-    tokens: prompts go on even where decodes alone exceed the target.
+    steps make the tail. A step without decodes has the whole budget, and no step less than the
+    minimum: prompts go on even where decodes alone exceed the target.
 
     Steps overlap: one is launched before the previous one is committed. If the launch takes long,
     that commit is late and the next one comes soon after. So what a step of decodes takes longer
     than others counts for the prompts of the step after it.
     """
 
-    def __init__(self, target: float, token_budget: int) -> None:
-        """target: seconds. token_budget: most prompt tokens of a step."""
-        self._aim, self._maximum = AIM * target, token_budget
+    def __init__(self, target: float, token_budget: int, minimum: int = TILE) -> None:
+        """target: seconds. token_budget: most prompt tokens of a step. minimum: prompt tokens that
+        a step may have however long it takes."""
+        self._aim, self._maximum, self._minimum = AIM * target, token_budget, minimum
         self._row = 0.0  # seconds of a row; 0: unknown
-        self._size = FIRST // 2  # prompt tokens of the last step that counted
+        self._size = max(FIRST, minimum) // 2  # prompt tokens of the last step that counted
         self._decodes = 0.0  # seconds of a step of decodes alone, with one after it
         self._before = 0.0  # seconds of the last step, if it had decodes alone
         self._planned: deque[tuple[int, float, int]] = deque()  # step, when it was planned, its budget
@@ -92,7 +95,7 @@ class LatencyBudget:
         rows = 2 * self._size + num_decodes
         if self._row * rows > self._aim:
             rows = int(self._aim / self._row)
-        return min(max(rows // TILE * TILE - num_decodes, TILE), self._maximum)
+        return min(max(rows // TILE * TILE - num_decodes, self._minimum), self._maximum)
 
 
 def _follow(mean: float, value: float) -> float:

@@ -16,7 +16,7 @@ from frame import Engine, SamplingParams
 from frame.core.interfaces.batch import ScheduledBatch
 from frame.core.scheduling.running import StepRecord
 from frame.core.scheduling.scheduler import SchedulerConfig
-from frame.latency_budget import AIM, FIRST, TILE, LatencyBudget
+from frame.latency_budget import AIM, DEFAULT_MINIMUM, DEFAULT_TARGET, FIRST, TILE, LatencyBudget
 from frame.testing.scheduler_rig import InOrder, SchedulerRig
 
 MAXIMUM = 8192
@@ -101,6 +101,16 @@ def test_prompts_go_on_where_decodes_exceed_the_target() -> None:
         clock.run(24, 0)
     assert {clock.run(24, 10**6)[0] for _ in range(40)} >= {TILE}
     assert clock.run(24, 10**6)[0] == TILE
+
+
+def test_a_minimum_is_kept_however_long_it_takes() -> None:
+    """Chunks grow beyond it where the device computes more within the target."""
+    for seconds, sizes in ((100e-6, {DEFAULT_MINIMUM}), (2e-6, {DEFAULT_MINIMUM, 2 * DEFAULT_MINIMUM, MAXIMUM})):
+        clock = Clock(0.03, lambda decodes, tokens, seconds=seconds: seconds * (decodes + tokens))
+        clock.budget = LatencyBudget(DEFAULT_TARGET, MAXIMUM, DEFAULT_MINIMUM)
+        found = {clock.run(24, 10**6)[0] for _ in range(40)}
+        assert min(found) == DEFAULT_MINIMUM
+        assert {-(-size // DEFAULT_MINIMUM) * DEFAULT_MINIMUM for size in found} == sizes
 
 
 def test_steps_that_compiled_kernels_are_forgotten() -> None:

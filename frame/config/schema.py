@@ -238,10 +238,11 @@ class SchedulerSection(Section):
     )
     target_itl_ms: float | None = setting(
         None,
-        "Milliseconds between tokens of running requests that chunks of prompts keep within where they can, by measured steps. "
-        "Default: none; chunks have up to chunked_prefill_size tokens.",
+        "Milliseconds between tokens of running requests that chunks of prompts keep within where they can, by measured steps; "
+        "0: chunks have up to chunked_prefill_size tokens. Default: 50 with chunks of 2,048 tokens or more; 0 for models with experts "
+        "and for Engine(...).",
         flag="target-itl-ms",
-        gt=0,
+        ge=0,
     )
 
 

@@ -167,6 +167,8 @@ def resolve_arguments(config: Any, keywords: dict[str, Any], classes: Sequence[t
         loaded = from_keywords(**keywords, **({} if config is None else {"config": str(Path(config))}))
         refuse_server_settings(loaded)
         base = loaded.config
+    if base.scheduler.target_itl_ms is None:  # throughput counts more than gaps between tokens
+        base = base.model_copy(update={"scheduler": base.scheduler.model_copy(update={"target_itl_ms": 0.0})})
     if base.model.download:
         from frame.entrypoints.hub.pull import fetch_models
 

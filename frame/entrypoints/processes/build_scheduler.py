@@ -36,7 +36,7 @@ from frame.core.scheduling.step_features import (
     StepGrammars,
 )
 from frame.interfaces.routing import RoutingContext
-from frame.latency_budget import DecodeServerBudget, LatencyBudget
+from frame.latency_budget import DEFAULT_MINIMUM, DEFAULT_TARGET, DecodeServerBudget, LatencyBudget
 from frame.plugins.eviction_guard import GuardedEvictionPolicy
 from frame.plugins.registry import Registry
 from frame.speculation.draft_scheduler import DraftScheduler
@@ -141,23 +141,32 @@ def build_scheduler(
         max_pinned_pages=int(user.cache.session_share * (num_pages - RESERVED_PAGES)),
     )
     allocator = create_allocator(resolved, registry, pools)
-    target = user.scheduler.target_itl_ms
-    budget = None if target is None else LatencyBudget(target / 1e3, config.token_budget)
+    budget = _make_budget(resolved)
     features: dict[str, Any] = {
         "adapters": make_adapters(),
-        "media": _create_media(resolved, budget),
+        "media": _create_media(resolved, budget if isinstance(budget, LatencyBudget) else None),
         "make_tiers": make_tiers,
         "pool": pool,
     }
     if budget is not None:
         features["prompt_budget"] = budget
-    elif user.disaggregation.mode == "decode":
-        features["prompt_budget"] = DecodeServerBudget(config.token_budget)
     scheduler = assemble_scheduler(config, cache, allocator, policy, clock, on_finish, **features)
     if drafters := resolved.plugins.get("drafter"):
         drafter, speculative = registry.create(drafters[0], resolved.drafter_context), user.speculative
         scheduler.speculation.enable(drafter, resolved.max_drafted, is_adaptive=speculative.adaptive, tree=resolved.tree)
     return scheduler
+
+
+def _make_budget(resolved: Resolved) -> LatencyBudget | DecodeServerBudget | None:
+    """How many prompt tokens a step has beside decodes; None: as many as without. Without a target,
+    steps of models with experts have all: each reads the weights of nearly all experts."""
+    target, tokens = resolved.user.scheduler.target_itl_ms, resolved.chunked_prefill_size
+    if target is not None:
+        return LatencyBudget(target / 1e3, tokens) if target else None
+    if resolved.user.disaggregation.mode == "decode":
+        return DecodeServerBudget(tokens)
+    is_paced = tokens > DEFAULT_MINIMUM and not resolved.model.num_experts
+    return LatencyBudget(DEFAULT_TARGET, tokens, DEFAULT_MINIMUM) if is_paced else None
 
 
 def build_pool(resolved: Resolved) -> ProcessPool | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from frame.config.schema import FrameConfig
@@ -51,6 +54,30 @@ def test_a_decode_server_computes_few_prompt_tokens_beside_decodes(monkeypatch: 
     budget = build_scheduler(prepared.resolved, prepared.registry, 50)._planner.prompt_budget
     assert budget is not None
     assert [budget.choose(step, decodes, 0.0) for step, decodes in enumerate((0, 1, 64))] == [2048, 512, 512]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "experts", "expected"),
+    [
+        ({"chunked_prefill_size": 8192}, 0, [8192, 2048, 2048]),
+        ({"chunked_prefill_size": 8192}, 8, None),
+        ({"chunked_prefill_size": 8192, "target_itl_ms": 0}, 0, None),
+        ({"chunked_prefill_size": 2048}, 0, None),
+    ],
+)
+def test_a_server_without_a_target_has_shorter_chunks_beside_decodes(
+    scheduler: dict[str, Any], experts: int, expected: list[int] | None
+) -> None:
+    prepared = prepare(
+        FrameConfig.model_validate({"model": {"path": "frame-tiny"}, "execution": {"device": "cpu"}, "scheduler": scheduler})
+    )
+    model = replace(prepared.resolved.model, num_experts=experts)
+    budget = build_scheduler(prepared.resolved.model_copy(update={"model": model}), prepared.registry, 50)._planner.prompt_budget
+    if expected is None:
+        assert budget is None
+    else:
+        assert budget is not None
+        assert [budget.choose(step, decodes, 0.0) for step, decodes in enumerate((0, 1, 64))] == expected
 
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
