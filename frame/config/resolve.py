@@ -42,7 +42,7 @@ from frame.config.resolution.plugins import (
     plugin_choice,
     resolve_params,
 )
-from frame.config.resolution.task import check_step, choose_pooling, choose_task, find_adapter_conflicts, find_batch_conflicts
+from frame.config.resolution.task import check_step, choose_pooling, choose_task, find_adapter_conflicts, find_mode_conflicts
 from frame.config.resolution.tiers import choose_tiers
 from frame.config.resolved import PluginChoice, Resolved
 from frame.config.schema import FrameConfig
@@ -219,7 +219,7 @@ class _Solver:
         self.conflicts += find_host_conflicts(self.config)
         media = {"media": may_serve(self.config, self.model_config), "spans": self._has_spans()}
         on_cpu = self.device == "cpu"
-        self.conflicts += find_batch_conflicts(self.config, self.model_config, task, self.tree, on_cpu=on_cpu, **media)
+        self.conflicts += find_mode_conflicts(self.config, self.model_config, task, self.tree, on_cpu=on_cpu, **media)
         self.conflicts += find_adapter_conflicts(self.config, self.model_config)
         ranks, named = self.plan.num_ranks, self.config.parallel.launcher
         links = CollectiveRequirements(self.device, ranks, self.plan.hosts, self._compatible, self.config.execution.deterministic)

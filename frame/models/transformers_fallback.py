@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from frame.core.interfaces.attention import AttentionSpec
 from frame.core.interfaces.media import MediaRows
 from frame.core.interfaces.model import CausalLM
 from frame.models.transformers_media import WholeModelEncoders, build_config, check_encoders, find_decoder, has_encoders
-from frame.models.transformers_parallel import split_model
+from frame.models.transformers_parallel import find_row_split, split_model
 from frame.models.transformers_quantized import build_layers, load_layers, replace_layers
 from frame.models.transformers_rotary import fix_rotations
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from frame.core.interfaces.model import LazyTensor, ModelConfig, ModelContext
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers; a model with other ones masks keys by itself
+_WINDOWS_OF_MASKS = ("PhimoeForCausalLM",)  # whose window transformers applies in the mask alone
 _INTERFACE = "frame_paged"  # name under which `attend` is registered in transformers' attention functions
 _LOADING = threading.Lock()  # `from_pretrained` replaces methods of transformers' classes while it runs, and puts back what it found
 
@@ -88,7 +89,7 @@ class TransformersForCausalLM(CausalLM, nn.Module):
         decoder = self._take_decoder(model) if self.has_encoders else model.base_model
         fix_rotations(decoder, self.context.limits.max_context, self.context.dtype)
         self.parts = (decoder, _tail(model))
-        self.attention.attach_modules(decoder)
+        self.attention.attach_modules(decoder, find_row_split(model) if self.context.tp.size > 1 else frozenset())
         return {name for name, _ in self.named_parameters()}
 
     def _rename(self, name: str) -> str:
@@ -188,12 +189,17 @@ class PagedAttention:
         self.tp = context.tp
         self.batch: ForwardBatch | None = None
         self.specs: dict[int, AttentionSpec] = {}
+        self._gathered: set[nn.Module] = set()  # attention that the plan leaves whole, as it does for experts alone
 
-    def attach_modules(self, model: nn.Module) -> None:
-        """Set this object on every module that has a layer index."""
+    def attach_modules(self, model: nn.Module, split: Set[nn.Module] = frozenset()) -> None:
+        """Set this object on every module that has a layer index. split: the modules that take a
+        part of their input on each rank."""
+        self._gathered.clear()
         for module in model.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
                 module.frame_attention = self  # type: ignore[assignment]
+                if split.isdisjoint(module.modules()):
+                    self._gathered.add(module)
 
     @contextlib.contextmanager
     def use_batch(self, batch: ForwardBatch | None) -> Iterator[None]:
@@ -236,11 +242,13 @@ class PagedAttention:
         layer: int = module.layer_idx  # type: ignore[assignment]
         heads = q.shape[1]
         is_whole = self.tp.size > 1 and heads == self.model_config.num_heads
-        if is_whole:  # the plan gathers the heads before attention, and splits them after it
+        if is_whole:  # the plan gathers the heads before attention, or leaves it whole
             q, k, v = (tensor.chunk(self.tp.size, 1)[self.tp.rank] for tensor in (q, k, v))
         out = self._run(layer, q, k, v, options)
         if not is_whole:
             return out
+        if module in self._gathered:
+            return self.tp.all_gather(out.flatten(2)).unflatten(2, (heads, -1))
         whole = out.new_zeros(*out.shape[:2], heads, out.shape[3])
         whole.chunk(self.tp.size, 2)[self.tp.rank].copy_(out)
         return whole
@@ -355,7 +363,8 @@ def _find_window(layer: int, model_config: ModelConfig, options: dict[str, Any])
     if kind == "chunked_attention":
         raise ConfigurationError(f"{model_config.architecture} attends in chunks, which the fallback does not compute.")
     window: int | None = options.get("sliding_window")
-    return model_config.sliding_window if window is None and kind == "sliding_attention" else window
+    has_window = kind == "sliding_attention" or model_config.architecture in _WINDOWS_OF_MASKS
+    return model_config.sliding_window if window is None and has_window else window
 
 
 def _tail(model: Any) -> Any:

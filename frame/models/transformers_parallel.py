@@ -46,6 +46,12 @@ def find_styles(model: Any) -> dict[str, str]:
     return {name: style for pattern, style in read_plan(model).items() for name, _ in _find(model, pattern)}
 
 
+def find_row_split(model: nn.Module) -> frozenset[nn.Module]:
+    """The modules of which each rank takes a part of the input."""
+    modules = dict(model.named_modules())
+    return frozenset(modules[name] for name, style in find_styles(model).items() if style in ROWS and name in modules)
+
+
 def split_model(model: Any, tp: Collective, done: Container[str] = ()) -> None:
     """Cut the model's parameters to this rank's part, except those of the modules `done`, and add
     the exchanges. Raises ConfigurationError if a size is not a multiple of the number of ranks."""

@@ -80,6 +80,8 @@ TINY: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "Phi3ForCausalLM": ("phi3", {}),
         "StableLmForCausalLM": ("stablelm", {}),
         "GraniteForCausalLM": ("granite", {}),
+        "GraniteMoeForCausalLM": ("granitemoe", {"num_local_experts": 4}),
+        "PhimoeForCausalLM": ("phimoe", {"num_local_experts": 4}),
         "SeedOssForCausalLM": ("seed_oss", {"head_dim": 16}),
         "Exaone4ForCausalLM": ("exaone4", {"sliding_window": 24, "num_hidden_layers": 4}),
         "OlmoeForCausalLM": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),

@@ -469,3 +469,16 @@ def test_resolving_a_pinned_result_changes_nothing_and_user_values_are_kept(
             was_chosen = value is None and flat[section][key] is not None
             assert not was_chosen or first.reasons.get(f"{section}.{key}"), f"{section}.{key} was chosen without a reason"
     assert type(first).model_validate_json(first.model_dump_json()) == first
+
+
+def test_a_decoder_that_attends_in_both_directions_is_refused() -> None:
+    """As published of gte-Qwen2: its vectors would be those of another model."""
+    embedder = dataclasses.replace(LLAMA, config={**LLAMA.config, "is_causal": False})
+    for task in ("embed", "generate"):
+        with pytest.raises(ResolveError, match="config.json has is_causal: false, and LlamaForCausalLM attends to earlier tokens alone"):
+            resolve(config(model={"task": task}), LAPTOP, embedder, records())
+    encoder = [record("model", "bert", ModelCapabilities(("LlamaForCausalLM",), tasks=("embed",), encoder=True))]
+    both = [record("attention_backend", "both", AttentionCapabilities(("cpu",), bidirectional=True))]
+    poolers = [record("pooler", name) for name in ("mean", "last")]
+    more = records(model=encoder, attention_backend=both, pooler=poolers)
+    assert resolve(config(model={"task": "embed"}), LAPTOP, embedder, more).model.encoder

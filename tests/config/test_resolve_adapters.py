@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from frame.config.resolution.task import find_adapter_conflicts, find_batch_conflicts
+from frame.config.resolution.task import find_adapter_conflicts, find_mode_conflicts
 from frame.config.resolve import ResolveError, resolve
 from frame.config.selection import UnknownPluginError
 from frame.core.interfaces.plugin import Reason
@@ -46,7 +46,7 @@ def test_encoder_decoder_models_take_no_adapters() -> None:
 def test_experts_and_latents_in_the_batch_invariant_mode(change: dict[str, object], on_cpu: bool, is_refused: bool) -> None:
     """On GPUs, rows without an adapter have other bits among rows with some."""
     model, settings = dataclasses.replace(LLAMA, **change), config(adapters={"enabled": True}, execution={"deterministic": True})
-    conflicts = [str(each) for each in find_batch_conflicts(settings, model, "generate", None, on_cpu=on_cpu)]
+    conflicts = [str(each) for each in find_mode_conflicts(settings, model, "generate", None, on_cpu=on_cpu)]
     assert any("adapters.enabled is true, and on GPUs fused products" in each for each in conflicts) == is_refused
 
 

@@ -29,6 +29,7 @@ SERVED = [
     ("GPT2LMHeadModel", {}),
     ("LlamaForCausalLM", {}),
     ("Qwen3MoeForCausalLM", {}),
+    ("PhimoeForCausalLM", {"sliding_window": 10}),
 ]
 
 
@@ -42,6 +43,7 @@ def test_logits(architecture: str, overrides: dict[str, Any], checkpoint: Callab
     ("architecture", "overrides"),
     [
         *((name, {}) for name in ("GraniteForCausalLM", "SeedOssForCausalLM", "Exaone4ForCausalLM", "OlmoeForCausalLM")),
+        *((name, {}) for name in ("GraniteMoeForCausalLM", "PhimoeForCausalLM")),
         ("GraniteForCausalLM", {"vocab_size": 385}),
         ("GraniteForCausalLM", {"vocab_size": 385, "tie_word_embeddings": True}),
     ],
@@ -49,8 +51,8 @@ def test_logits(architecture: str, overrides: dict[str, Any], checkpoint: Callab
 def test_two_ranks_by_the_plan_of_models_that_are_not_native(
     architecture: str, overrides: dict[str, Any], checkpoint: Callable[..., Path], reference: Callable[[Path], Any]
 ) -> None:
-    """Plans that split heads, that gather them for a norm, and that split stacked experts; heads
-    whose rows two ranks do not divide."""
+    """Plans that split heads, that gather them for a norm, and that split stacked experts, or these
+    alone; heads whose rows two ranks do not divide."""
     folder = checkpoint(architecture, **overrides)
     prompts = {slot: [token for rows in PLAN for each, tokens in rows if each == slot for token in tokens] for slot in (0, 1)}
     got: dict[int, list[torch.Tensor]] = {0: [], 1: []}

@@ -111,7 +111,7 @@ def find_adapter_conflicts(config: FrameConfig, model_config: ModelConfig) -> It
         yield ResolveError(f"adapters.modules has the name {twice!r} twice; give each adapter a name of its own.")
 
 
-def find_batch_conflicts(
+def find_mode_conflicts(
     config: FrameConfig,
     model_config: ModelConfig,
     task: Task,
@@ -121,8 +121,12 @@ def find_batch_conflicts(
     media: bool = False,
     spans: bool = False,
 ) -> Iterator[ResolveError]:
-    """What stands against the batch-invariant mode, besides plugins without the capability
-    `batch_invariant`. media: the model serves them; spans: their tokens attend to later ones."""
+    """What stands against the direction in which the checkpoint attends, and against the
+    batch-invariant mode, besides plugins without the capability `batch_invariant`. media: the model
+    serves them; spans: their tokens attend to later ones."""
+    if model_config.config.get("is_causal") is False and not model_config.encoder:
+        name = model_config.architecture
+        yield ResolveError(f"config.json has is_causal: false, and {name} attends to earlier tokens alone here; serve another checkpoint.")
     if not config.execution.deterministic:
         return
     checks = (

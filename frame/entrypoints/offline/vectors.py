@@ -62,10 +62,12 @@ class Vectors:
         return vectors if per_token else finished(np.stack(vectors), pooling)
 
     def classify(self, texts: Sequence[Any], truncate: bool, lora: Lora | None) -> list[dict[str, float]]:
-        """The probability of each class, by its label."""
+        """The probability of each class, by its label; labels of the same name are numbered."""
         need_task(self._resolved, "classify")
         pooling = self._resolved.pooling
         names = pooling.label_tokens if pooling and pooling.label_tokens else self._resolved.model.labels
+        if len(set(names)) < len(names):
+            names = tuple(f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names))
         return [dict(zip(names, row, strict=True)) for row in self._compute(self._encode(texts, truncate), lora).tolist()]
 
     def score(self, first: Sequence[str], second: Sequence[str], instruction: str | None, truncate: bool, lora: Lora | None) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,3 +153,15 @@ def test_files_of_prompts_are_checked(tmp_path: Path) -> None:
         read_score_prompt(str(tmp_path / "prompt.txt"))
     with pytest.raises(ConfigurationError, match="name a text file"):
         read_score_prompt(str(tmp_path / "nothing.txt"))
+
+
+def test_classes_with_labels_of_one_name(tmp_path: Path) -> None:
+    folder = make_checkpoint("BertForSequenceClassification", tmp_path, num_labels=3)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "id2label": {"0": "neutral", "1": "neutral", "2": "toxic"}}))
+    with Engine(str(folder), **SMALL) as engine:
+        (found,) = engine.classify([[9, 10, 11]])
+    with torch.no_grad():
+        expected = load_reference(folder)(torch.tensor([[9, 10, 11]])).logits.softmax(-1)[0]
+    assert list(found) == ["neutral (0)", "neutral (1)", "toxic"]
+    np.testing.assert_allclose(list(found.values()), expected, atol=1e-5)
