@@ -244,6 +244,8 @@ class PagedAttention:
         is_whole = self.tp.size > 1 and heads == self.model_config.num_heads
         if is_whole:  # the plan gathers the heads before attention, or leaves it whole
             q, k, v = (tensor.chunk(self.tp.size, 1)[self.tp.rank] for tensor in (q, k, v))
+            if (sinks := options.get("s_aux")) is not None:
+                options = {**options, "s_aux": sinks.chunk(self.tp.size)[self.tp.rank]}
         out = self._run(layer, q, k, v, options)
         if not is_whole:
             return out
