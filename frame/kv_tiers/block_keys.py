@@ -75,6 +75,11 @@ class RequestKeys:
         self._chains: OrderedDict[str, BlockKeys] = OrderedDict()
         self._num_blocks = 0
 
+    @property
+    def page_size(self) -> int:
+        """Tokens of a block."""
+        return self._page_size
+
     def extend(self, request: Request, cache_keys: np.ndarray, max_blocks: int | None = None) -> BlockKeys:
         """The request's chain, after `BlockKeys.extend`."""
         chain = self._chains.get(request.rid)

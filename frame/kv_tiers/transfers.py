@@ -6,6 +6,7 @@ Used by `TierController`. Must not know how a tier reaches another server.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,8 @@ import msgspec
 from frame.core.interfaces.kv_tier import KVTier, SupportsTransfers
 from frame.core.scheduling.request import Request
 from frame.kv_tiers.block_keys import BlockKeys, RequestKeys
+
+log = logging.getLogger(__name__)
 
 HASHED_BLOCKS = 8192  # most blocks that one call hashes, since a step waits meanwhile
 
@@ -26,6 +29,7 @@ class RequestTransfers:
         self._keys, self._clock = keys, clock
         self._closed_at = -math.inf  # seconds; earlier requests expect no blocks: their weights may have been others
         self._expected: dict[str, str] = {}  # request id -> lease
+        self._is_refused = False  # a peer has pages of another size, which the log says once
 
     @property
     def num_open(self) -> int:
@@ -44,6 +48,15 @@ class RequestTransfers:
         if len(chain.keys) >= transfer.num_blocks:
             self._expected[request.rid] = transfer.lease
             self._tier.open_transfer(transfer, chain.keys[: transfer.num_blocks])
+        elif len(chain.keys) == len(tokens) // self._keys.page_size:
+            request.transfer = None
+            if not self._is_refused:
+                log.warning(
+                    "a prefill server has %d blocks of a prompt of %d blocks of %d tokens, which is computed here; "
+                    "start both with the same cache.page_size",
+                    transfer.num_blocks, len(chain.keys), self._keys.page_size,
+                )  # fmt: skip
+                self._is_refused = True
 
     def keep_blocks(self, request: Request, chain: BlockKeys) -> None:
         """Blocks of a request are about to be offered to the tiers: once they are those of the

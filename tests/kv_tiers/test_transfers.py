@@ -188,6 +188,19 @@ def test_a_transfer_that_fails_is_computed() -> None:
     assert not decode.tier.open
 
 
+def test_a_peer_with_smaller_pages_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Its blocks are more than the prompt has here, so it is not asked for them."""
+    rig = TransferRig(config(), policy())
+    for _ in range(2):
+        rid = rig.add(PROMPT, PARAMS, transfer=KVTransfer("lease", "host", 1, 13))
+        rig.run_until(lambda rid=rid: rig.requests[rid].finish is not None)
+        rig.drop_device_cache()
+    rig.run()
+    assert rig.tier.num_opened == 0
+    (record,) = [each for each in caplog.records if each.name == "frame.kv_tiers.transfers"]
+    assert "a prefill server has 13 blocks of a prompt of 6 blocks of 4 tokens" in record.getMessage()
+
+
 def test_a_load_is_waited_for_while_blocks_arrive() -> None:
     """Those of other prompts: transfers queue. The wait is bounded; without progress it ends."""
     prefill = make_prefill()
