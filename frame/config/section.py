@@ -69,7 +69,7 @@ def _module_as_text(value: Any) -> Any:
     if isinstance(value, Mapping) and {"name", "path"} <= value.keys() <= {"name", "path", "base_model_name"}:
         value = f"{value['name']}={value['path']}"
     if isinstance(value, str) and not all(map(str.strip, value.partition("="))):
-        raise ValueError(f"be NAME=FOLDER, not {value!r}")
+        raise ValueError(f"NAME=FOLDER, not {value!r}")
     return value
 
 
@@ -84,7 +84,7 @@ def _parse_counts(value: Any) -> Any:
         return _parse_object(value)
     pairs = [piece.partition("=") for piece in value.split(",") if piece.strip()]
     if not all(name.strip() and count.strip().isdigit() for name, _, count in pairs):
-        raise ValueError(f"be NAME=COUNT,NAME=COUNT, not {value!r}")
+        raise ValueError(f"NAME=COUNT,NAME=COUNT, not {value!r}")
     return {name.strip(): int(count) for name, _, count in pairs}
 
 
@@ -95,7 +95,7 @@ def _parse_object(value: Any) -> Any:
     try:
         return json.loads(value)
     except ValueError:
-        raise ValueError(f"be a JSON object, not {value!r}") from None
+        raise ValueError(f"a JSON object, not {value!r}") from None
 
 
 def _parse_defaults(value: Any) -> Any:

@@ -186,8 +186,8 @@ def _choose_defaults(
     values, source = (stored, "generation_config.json") if named is None else (named, DEFAULTS)
     for name in values:
         if name not in DEFAULT_PARAMS:
-            hint = did_you_mean(name, DEFAULT_PARAMS) or f"; it takes {', '.join(DEFAULT_PARAMS)}"
-            raise ResolveError(f"{source} has {name!r}{hint}.")
+            hint = did_you_mean(name, DEFAULT_PARAMS) or f"; it takes {', '.join(DEFAULT_PARAMS)}."
+            raise ResolveError(f"{source} has {name!r}{hint}")
     if named is None:
         values = {name: value for name, value in stored.items() if name not in refused}
         left_out = [name for name in stored if name in refused]

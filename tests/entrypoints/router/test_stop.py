@@ -38,7 +38,7 @@ async def test_requests_that_run_end_with_the_reason() -> None:
                 assert "the router is shutting down, and the answer to request" in reply.text.strip().splitlines()[-1]
             await stored
         assert await asyncio.to_thread(router.wait) == 0
-        assert not [line for line in router.lines if "Traceback" in line or "Error" in line], router.lines
+        assert not [line for line in router.lines if "Traceback" in line or "Error" in line or "is unhealthy" in line], router.lines
     finally:
         await asyncio.to_thread(router.stop)
         await replica.kill()
