@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from frame.entrypoints.http.errors import ApiError, quoted
@@ -161,7 +161,7 @@ def invalid_json(data: bytes, error: Exception) -> ApiError:
     """The `ApiError` 400 of a body that is not JSON: it names the field of a number or a text that
     JSON does not have, else it says what `unreadable_json` says."""
     with suppress(ValueError, RecursionError):
-        fault = _find_fault(json.loads(data)) if len(data) <= MAX_SEARCHED else None
+        fault = _find_fault(json.loads(data, parse_int=_parse_int)) if len(data) <= MAX_SEARCHED else None
         if fault is not None:
             path, is_number = fault
             number = "is not finite, or beyond the range of 64-bit floating point; send a finite number"
@@ -169,6 +169,11 @@ def invalid_json(data: bytes, error: Exception) -> ApiError:
             reason = f"{_written(path) or 'the value'} {number if is_number else text}"
             return ApiError(400, f"the body is not valid JSON: {reason}", _written(path) or None)
     return unreadable_json(data, error)
+
+
+def _parse_int(text: str) -> int | float:
+    """Infinity for a number of more digits than any in range, which Python does not read."""
+    return int(text) if len(text) < 400 else inf
 
 
 def _find_fault(value: Any) -> tuple[tuple[str | int, ...], bool] | None:

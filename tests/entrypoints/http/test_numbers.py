@@ -68,6 +68,13 @@ def test_what_is_no_number_is_refused(server: RunningServer, path: str, literal:
 
 
 @pytest.mark.parametrize("path", BODIES)
+def test_a_number_of_more_digits_than_python_reads_is_named(server: RunningServer, path: str) -> None:
+    for name in NAMES[path]:
+        status, sentence = send(server, path, name, 5000 * "9")
+        assert (status, f"{name} is not finite, or beyond the range" in sentence) == (400, True), sentence
+
+
+@pytest.mark.parametrize("path", BODIES)
 def test_the_temperature_has_the_range_of_its_api(server: RunningServer, path: str) -> None:
     name, _ = NAMES[path]
     for value in (0, 0.7, 1, MAXIMA[path]):
