@@ -77,12 +77,15 @@ def resample(blocks: Iterator[np.ndarray], rate: int) -> Iterator[np.ndarray]:
         joined = np.concatenate((before, block, np.zeros(0, np.float32) if after is None else after[:edge]))
         first, end = (round(at * RATE / rate) for at in (start, start + len(block)))
         offset = round((start - len(before)) * RATE / rate)
-        yield _transform(joined, round(len(joined) * RATE / rate))[first - offset : end - offset]
+        count = max(round(len(joined) * RATE / rate), end - offset)  # an edge may be no whole number of samples at `RATE`
+        yield _transform(joined, count)[first - offset : end - offset]
         start += len(block)
         before, block = block[-edge:], after
 
 
 def _transform(samples: np.ndarray, count: int) -> np.ndarray:
+    if not count:  # less than half a sample at `RATE`
+        return np.zeros(0, np.float32)
     spectrum = np.fft.rfft(samples)
     size = count // 2 + 1
     kept = np.zeros(size, spectrum.dtype)

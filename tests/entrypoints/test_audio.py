@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from frame.entrypoints import audio, audio_process
-from frame.entrypoints.audio import RATE, extract_features, open_audio, split_windows
+from frame.entrypoints.audio import extract_features, open_audio, split_windows
 from frame.entrypoints.audio_process import AudioProcess, DamagedError, UnreadableError
 from frame.entrypoints.engine_client.limits import InvalidRequestError
+from frame.media.sound import RATE, resample
 
 
 def tone(rate: int, seconds: float = 25.0) -> np.ndarray:
@@ -232,3 +233,18 @@ def test_compressed_files_are_decoded(kind: str) -> None:
     assert abs(len(samples) - RATE) < RATE // 10
     loudest = np.abs(np.fft.rfft(samples[: RATE // 2])).argmax() * 2  # of bins of 2 Hz
     assert loudest == 440
+
+
+@pytest.mark.parametrize("rate", [44_056, 47_952, 22_255, 11_127, 44_100])
+def test_a_sound_keeps_its_length_at_any_rate(rate: int) -> None:
+    """Also where a tenth of a second is no whole number of samples at `RATE`, and in a last block
+    of a few samples."""
+    for more in range(1, 400, 7):
+        total = 10 * rate + more
+        blocks = [np.zeros(10 * rate, np.float32), np.zeros(more, np.float32)]
+        assert sum(map(len, resample(iter(blocks), rate))) == round(total * RATE / rate), total
+
+
+def test_a_sound_of_less_than_half_a_sample_has_none() -> None:
+    for rate, count in ((44_100, 1), (48_000, 1), (96_000, 2)):
+        assert not sum(map(len, resample(iter([np.zeros(count, np.float32)]), rate)))
