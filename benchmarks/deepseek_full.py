@@ -236,7 +236,7 @@ def compare_texts(server: Server, arguments: argparse.Namespace, found: Report) 
             return
         ranks = sorted(server.find_ranks().items())
         role, pid = ranks[(draw.randrange(len(ranks)) if len(ranks) > 2 else 0) - number]  # of two ranks, one after the other
-        time.sleep(min(arguments.settle, max(0.0, found.left - server.seconds - 20)))
+        time.sleep(min(arguments.up_seconds, max(0.0, found.left - server.seconds - 20)))
         began, num_lines = time.monotonic(), len(server.lines)
         texts = asyncio.run(generate(lambda pid=pid: os.kill(pid, signal.SIGKILL)))  # type: ignore[misc]
         complete = sum(isinstance(text, list) and len(text) == length for text in texts)
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divide requests and lengths by this, for small machines")
     parser.add_argument("--new-tokens", type=int, default=512, help="of the texts that a SIGKILL disturbs")
     parser.add_argument("--kill-after", type=float, default=2.0, help="seconds between the requests and a SIGKILL")
-    parser.add_argument("--settle", type=float, default=0.0, help="seconds that the server is up before each SIGKILL")
+    parser.add_argument("--up-seconds", type=float, default=0.0, help="seconds that the server is up before each SIGKILL")
     parser.add_argument("--always", action="append", default=[], metavar="KEY=VALUE", help="a setting of all servers")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of part 2's second server")
     parser.add_argument("--home", type=Path, default=Path("/tmp/frame-deepseek-home"), help="compiled kernels; part 1 empties it")

@@ -59,7 +59,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(LLAMA))
         for target in map(float, arguments.targets.split(",")):
-            flags = ["--skip-tokenizer-init", "--device", arguments.device, *(["--target-itl-ms", f"{target:g}"] if target else [])]
+            flags = ["--skip-tokenizer-init", "--device", arguments.device, "--target-itl-ms", f"{target:g}"]
             server = Server(Path(arguments.model or folder), PORT, *flags)
             try:
                 server.wait()

@@ -446,7 +446,7 @@ def kills(bench: Bench) -> None:
         "cache.max_total_tokens=16384" if bench.arguments.tiny else "cache.max_total_tokens=131072",
         f"execution.device={bench.arguments.device}",
     ]
-    full = ["--kill-after", 0.3, "--new-tokens", 4096, "--settle", 16]
+    full = ["--kill-after", 0.3, "--new-tokens", 4096, "--up-seconds", 16]
     small = ["--shrink", 64, "--kill-after", 0.1] if bench.arguments.tiny else full
     always = [word for setting in settings for word in ("--always", setting)]
     place = ["--config", bench.model("float32"), "--home", bench.folder / "home", "--json", out]

@@ -334,7 +334,8 @@ class PrefixLoads:
             job, chain.keys[first], kept, request.namespace, request.priority, match, pages[: start - first], further, copied, segments
         )
         self._loads[job] = self._by_key[load.key] = load
-        # Results of tiers in memory come while the blocks are copied.
+        # Results of tiers in memory come while the blocks are copied. Where the step that is being
+        # scheduled copies one of the pages, `take_result` begins the copy, after the launch.
         if all(self._set.tiers[index].is_in_memory for index in segments) and (groups is None or groups.may_write(further)):
             self._copy(load, [block for segment in segments.values() for block in segment.blocks])
         return load

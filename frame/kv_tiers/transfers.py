@@ -29,7 +29,7 @@ class RequestTransfers:
         self._keys, self._clock = keys, clock
         self._closed_at = -math.inf  # seconds; earlier requests expect no blocks: their weights may have been others
         self._expected: dict[str, str] = {}  # request id -> lease
-        self._is_refused = False  # a peer has pages of another size, which the log says once
+        self._has_warned = False  # of a peer with smaller pages
 
     @property
     def num_open(self) -> int:
@@ -50,13 +50,13 @@ class RequestTransfers:
             self._tier.open_transfer(transfer, chain.keys[: transfer.num_blocks])
         elif len(chain.keys) == len(tokens) // self._keys.page_size:
             request.transfer = None
-            if not self._is_refused:
+            if not self._has_warned:
                 log.warning(
                     "a prefill server has %d blocks of a prompt of %d blocks of %d tokens, which is computed here; "
                     "start both with the same cache.page_size",
                     transfer.num_blocks, len(chain.keys), self._keys.page_size,
                 )  # fmt: skip
-                self._is_refused = True
+                self._has_warned = True
 
     def keep_blocks(self, request: Request, chain: BlockKeys) -> None:
         """Blocks of a request are about to be offered to the tiers: once they are those of the

@@ -2,8 +2,8 @@
 our attention backend. A decoder with encoders of images is loaded with them.
 
 transformers builds the model and maps the checkpoint's names. Tokens are passed flattened, as one
-sequence of batch size 1. Independent of the architecture; those whose attention does not go through
-transformers' attention interface are refused.
+sequence of batch size 1. Independent of the architecture, but for `_WINDOWS_OF_MASKS`; those whose
+attention does not go through transformers' attention interface are refused.
 """
 
 from __future__ import annotations

@@ -146,7 +146,16 @@ def parse_output(text: str) -> Path:
     path = Path(text)
     if path.is_dir():
         raise ValueError(f"{text!r} is a folder; name a file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK) or path.absolute().is_relative_to("/proc"):
+    try:
+        if path.exists():
+            can_write = os.access(path, os.W_OK)
+        else:  # permissions do not tell it of every file system
+            path.open("xb").close()
+            path.unlink()
+            can_write = True
+    except OSError:
+        can_write = False
+    if not can_write:
         raise ValueError(f"{text!r} cannot be written; name a file in a folder that exists and is writable")
     return path
 

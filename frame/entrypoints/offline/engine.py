@@ -118,7 +118,8 @@ class Engine(OfflineWeights):
         return () if self._resolved.media is None else tuple(self._resolved.media.modalities)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of calls without `params`, but for `max_tokens`: of `sampling.defaults`."""
+        """The parameters of calls without `params`, which also set `max_tokens`: those of
+        `sampling.defaults`."""
         return self._resolved.default_params
 
     # generate -------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ class Backends:
         """End the requests that run: all replicas are lost to them, and none is checked again."""
         self.closing = reason
         for backend in self.all:
-            backend.state = "lost"  # of which no log speaks: the replica may be well
+            backend.state = "lost"  # before `mark_lost`, which would log that the replica is unhealthy
             self.mark_lost(backend, reason)
 
     async def watch(self) -> None:

@@ -64,3 +64,9 @@ def test_a_plan_of_one_token_has_no_time_between_tokens() -> None:
     done = CliRunner().invoke(main.cli, ["plan", "--machine", "8xh200", "--hosts", "2", "--arrivals", "1", "--context", "2"])
     assert done.exit_code == 0, done.output
     assert "ITL none, end to end" in done.output
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_work() -> None:
+    done = CliRunner().invoke(main.cli, ["simulate", "--machine", "1xh200", "--json", "/proc/report.json"])
+    assert done.exit_code == 2, done.output
+    assert "'/proc/report.json' cannot be written" in done.output
