@@ -129,7 +129,9 @@ def test_float32_logits_of_many_tokens(exact: bool) -> None:
 def test_logits_of_few_tokens(hidden: int, experts: int) -> None:
     x = torch.randn(5, 2 * hidden, device=DEVICE)[:, :hidden]
     weight = torch.randn(experts, hidden, device=DEVICE)
-    torch.testing.assert_close(compute_few_logits(x, weight).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+    for bias in (None, torch.randn(experts, device=DEVICE)):
+        want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        torch.testing.assert_close(compute_few_logits(x, weight, bias=bias).double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_float32_logits_of_a_weight_in_the_models_dtype() -> None:
@@ -147,10 +149,11 @@ def test_logits_fused_with_the_norm(tokens: int, hidden: int, experts: int) -> N
     x, residual = torch.randn(2, tokens, 2 * hidden, device=DEVICE)[..., :hidden]
     scale, weight = torch.randn(hidden, device=DEVICE), torch.randn(experts, hidden, device=DEVICE)
     want, total = add_rms_norm(x, residual.clone(), scale, 1e-6)
-    logits, normed, stream = compute_normed_logits(x, residual, scale, 1e-6, weight)
-    assert torch.equal(stream, total)
-    torch.testing.assert_close(normed, want)
-    torch.testing.assert_close(logits, compute_few_logits(want, weight), rtol=1e-5, atol=1e-5)
+    for bias in (None, torch.randn(experts, device=DEVICE)):
+        logits, normed, stream = compute_normed_logits(x, residual, scale, 1e-6, weight, bias=bias)
+        assert torch.equal(stream, total)
+        torch.testing.assert_close(normed, want)
+        torch.testing.assert_close(logits, compute_few_logits(want, weight, bias=bias), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -316,8 +319,10 @@ def test_float8_experts_are_close_to_plain_ones(form: str) -> None:
     assert (got - want).norm() < 0.08 * want.norm()
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("width", [8, 72])
-def test_rows_are_copied_into_their_order(width: int) -> None:
+def test_rows_are_copied_into_their_order(monkeypatch: pytest.MonkeyPatch, width: int, together: bool) -> None:
+    monkeypatch.setattr(align_module, "_MANY_ROWS", 1 if together else 1000)
     ids = torch.randint(0, 4, (11, 2), device=DEVICE)
     x = torch.randn(11, width + 8, device=DEVICE)[:, :width]
     order = align_tokens(ids, 4, 16)

@@ -130,7 +130,7 @@ def _stream(rows: int, outputs: int, inner: int, gated: bool) -> Plan | None:
     if outputs * inner * pieces < (_SMALL + 1 if gated else _STREAMED):
         return None
     # e.g. Qwen3-14B: the `vector` kernel already reaches the memory bandwidth for one row
-    if rows == 1 and (inner % 2048 or (_share(outputs // _SLICES) or 0) < 24):
+    if rows == 1 and (outputs % _SLICES or inner % 2048 or (_share(outputs // _SLICES) or 0) < 24):
         return None
     return _slice(rows, outputs, pieces, 2)
 
@@ -147,7 +147,7 @@ def choose_float8_stream(rows: int, outputs: int, inner: int, gated: bool = Fals
 def _slice(rows: int, outputs: int, pieces: int, size: int) -> Plan | None:
     """Equal slices of the outputs of a result, in one wave or in whole waves; `size`: bytes of a
     weight."""
-    share = None if outputs % _SLICES else _share(outputs // _SLICES)
+    share = _share_unevenly(outputs) if outputs % _SLICES else _share(outputs // _SLICES)
     if share is None:
         return None
     warps = 4 if share <= 64 else 8
@@ -166,6 +166,12 @@ def _share(outputs: int) -> int | None:
         if outputs % (8 * rounds) == 0 and outputs // rounds >= (16 if rounds == 1 else 32):
             return outputs // rounds
     return outputs if 64 < outputs <= 136 and outputs % 8 == 0 and outputs.bit_count() <= 3 else None
+
+
+def _share_unevenly(outputs: int) -> int | None:
+    """Outputs per slice, 16 to 64, for slices that nearly fill one wave of the multiprocessors."""
+    counts = {share: outputs // share for share in range(16, 65, 8) if outputs % share == 0}
+    return next((share for share, count in counts.items() if count <= PROCESSORS and _fills(count)), None)
 
 
 def _fills(blocks: int) -> bool:

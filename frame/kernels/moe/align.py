@@ -21,6 +21,7 @@ from frame.kernels.launch import PreparedLaunch, ceil_div, choose_warps, launch_
 
 CHUNKS = 128, 512, 2048  # pairs that one program per expert scans; larger batches are first counted by chunks
 _COUNTED = 1024  # pairs per counted chunk
+_MANY_ROWS = 2048  # from which a program copies several rows
 _PADS = 16  # padding rows written at a time
 _COUNTS = 8192  # counts that a program sums at a time
 
@@ -62,15 +63,18 @@ def copy_rows(x: torch.Tensor, order: Alignment, ids: torch.Tensor) -> torch.Ten
     undefined. ids: what `order` sorts."""
     rows, width, pairs, top = len(order.pairs), x.shape[1], ids.numel(), ids.shape[1]
     out = x.new_empty(rows, width)
-    launch = _prepared_copy(width, top, order.block, x.dtype, x.device)
-    launch((rows, 1, 1), (x, out, order.pairs, order.used), (pairs, x.stride(0)))
+    together = 1 if rows < _MANY_ROWS else 4
+    launch = _prepared_copy(width, top, order.block, together, x.dtype, x.stride(0), x.device)
+    launch((ceil_div(rows, together), 1, 1), (x, out, order.pairs, order.used), (pairs, x.stride(0)))
     return out
 
 
 @lru_cache(maxsize=64)
-def _prepared_copy(width: int, top: int, block: int, dtype: torch.dtype, device: torch.device) -> PreparedLaunch:
-    constants = {"WIDTH": width, "TOP": top, "BLOCK": block, "LANES": next_power_of_2(width)}
-    return PreparedLaunch(_copy_kernel, (dtype, dtype, *[torch.int32] * 2, 0, 0), constants, device, choose_warps(width))
+def _prepared_copy(
+    width: int, top: int, block: int, together: int, dtype: torch.dtype, stride: int, device: torch.device
+) -> PreparedLaunch:
+    constants = {"WIDTH": width, "TOP": top, "BLOCK": block, "LANES": next_power_of_2(width), "TOGETHER": together}
+    return PreparedLaunch(_copy_kernel, (dtype, dtype, *[torch.int32] * 2, 0, stride), constants, device, choose_warps(width))
 
 
 @lru_cache(maxsize=64)
@@ -179,19 +183,17 @@ def _place_kernel(
         tl.store(zeros + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
-@triton.jit(do_not_specialize=["pairs", "x_stride"])
+@triton.jit(do_not_specialize=["pairs"])
 def _copy_kernel(
     x, out, pairs_of, used, pairs, x_stride,
-    WIDTH: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows of the alignment."""
+    """Grid: blocks of TOGETHER rows of the alignment."""
     wait_for_previous(PDL)
     launch_dependents(PDL)
-    row = tl.program_id(0)
-    if row >= tl.load(used) * BLOCK:
-        return
-    pair = tl.load(pairs_of + row)
+    row = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
+    pair = tl.load(pairs_of + row, mask=row < tl.load(used) * BLOCK, other=pairs)
     lanes = tl.arange(0, LANES)
-    inside = lanes < tl.where(pair < pairs, WIDTH, 0)
-    values = tl.load(x + (pair // TOP).to(tl.int64) * x_stride + lanes, mask=inside)
-    tl.store(out + row.to(tl.int64) * WIDTH + lanes, values, mask=inside)
+    inside = lanes[None, :] < tl.where(pair < pairs, WIDTH, 0)[:, None]
+    values = tl.load(x + (pair // TOP).to(tl.int64)[:, None] * x_stride + lanes[None, :], mask=inside)
+    tl.store(out + row.to(tl.int64)[:, None] * WIDTH + lanes[None, :], values, mask=inside)

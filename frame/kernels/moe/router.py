@@ -75,31 +75,38 @@ def _prepared_route(
     return PreparedLaunch(_route_kernel, types, constants, device, 1)
 
 
-def compute_few_logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """x [tokens, hidden] times weight [experts, hidden] -> [tokens, experts] in `dtype`, or the
-    weight's, for at most `FEW_TOKENS` tokens. The weight, which no step writes, is loaded before
-    the PDL wait."""
+def compute_few_logits(
+    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [tokens, hidden] times weight [experts, hidden], plus bias [experts] -> [tokens, experts]
+    in `dtype`, or the weight's, for at most `FEW_TOKENS` tokens. The weight, which no step writes,
+    is loaded before the PDL wait."""
     (tokens, hidden), experts = x.shape, weight.shape[0]
     logits = torch.empty((tokens, experts), dtype=dtype or weight.dtype, device=x.device)
     together = next_power_of_2(experts) if kernels.INTERPRETED else 1 if tokens == 1 else 4
     strides = x.stride(0), weight.stride(0)
-    launch = _prepared_logits(experts, hidden, together, (x.dtype, weight.dtype, logits.dtype), strides, x.device)
-    launch((ceil_div(experts, together), tokens, 1), (x, weight, logits), strides)
+    launch = _prepared_logits(experts, hidden, together, (x.dtype, weight.dtype, logits.dtype, _dtype_of(bias)), strides, x.device)
+    launch((ceil_div(experts, together), tokens, 1), (x, weight, logits, weight if bias is None else bias), strides)
     return logits
+
+
+def _dtype_of(bias: torch.Tensor | None) -> torch.dtype | None:
+    return None if bias is None else bias.dtype
 
 
 @lru_cache(maxsize=64)
 def _prepared_logits(
-    experts: int, hidden: int, together: int, types: tuple[torch.dtype, ...], strides: tuple[int, int], device: torch.device
+    experts: int, hidden: int, together: int, types: tuple[torch.dtype | None, ...], strides: tuple[int, int], device: torch.device
 ) -> PreparedLaunch:
-    constants = {"EXPERTS": experts, "HIDDEN": hidden, "BLOCK": next_power_of_2(hidden), "TOGETHER": together}
-    return PreparedLaunch(_few_logits_kernel, (*types, *strides), constants, device, 4)
+    *others, bias = types
+    constants = {"EXPERTS": experts, "HIDDEN": hidden, "BLOCK": next_power_of_2(hidden), "TOGETHER": together, "HAS_BIAS": bias is not None}
+    return PreparedLaunch(_few_logits_kernel, (*others, bias or others[1], *strides), constants, device, 4)
 
 
 @triton.jit
 def _few_logits_kernel(
-    x, weight, logits, x_stride, weight_stride,
-    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
+    x, weight, logits, bias, x_stride, weight_stride,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of TOGETHER experts, tokens)."""
     launch_dependents(PDL)
@@ -111,16 +118,25 @@ def _few_logits_kernel(
     token = tl.program_id(1)
     row = tl.load(x + token * x_stride + columns, mask=columns < HIDDEN, other=0.0).to(rows.dtype)
     total = tl.sum(rows.to(tl.float32) * row.to(tl.float32)[None, :], 1)
+    if HAS_BIAS:
+        total += tl.load(bias + experts, mask=experts < EXPERTS, other=0.0).to(tl.float32)
     tl.store(logits + token * EXPERTS + experts, total.to(logits.dtype.element_ty), mask=experts < EXPERTS)
 
 
 def compute_normed_logits(
-    x: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor, eps: float, weight: torch.Tensor, dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logits of norm(x + residual), norm(x + residual), x + residual) for [tokens, hidden]; both
     sums are rounded to the tensors' dtype.
 
-    `scale` [hidden] is the norm's weight, `dtype` that of the logits (None: the weight's). Every
+    `scale` [hidden] is the norm's weight, `dtype` that of the logits (None: the weight's), `bias`
+    [experts] is added to them. Every
     program norms its token again, which for at most `NORMED_TOKENS` tokens is faster than a
     separate launch.
     """
@@ -129,24 +145,26 @@ def compute_normed_logits(
     normed, stream = (torch.empty((tokens, hidden), dtype=x.dtype, device=x.device) for _ in range(2))
     together = next_power_of_2(experts) if kernels.INTERPRETED else 1 if tokens == 1 else 4
     strides = x.stride(0), residual.stride(0), weight.stride(0)
-    launch = _prepared_normed(experts, hidden, together, (x.dtype, scale.dtype, weight.dtype, logits.dtype), strides, x.device)
-    launch((ceil_div(experts, together), tokens, 1), (x, residual, scale, weight, logits, normed, stream), (*strides, eps))
+    types = x.dtype, scale.dtype, weight.dtype, logits.dtype, _dtype_of(bias)
+    launch = _prepared_normed(experts, hidden, together, types, strides, x.device)
+    tensors = x, residual, scale, weight, logits, weight if bias is None else bias, normed, stream
+    launch((ceil_div(experts, together), tokens, 1), tensors, (*strides, eps))
     return logits, normed, stream
 
 
 @lru_cache(maxsize=64)
 def _prepared_normed(
-    experts: int, hidden: int, together: int, types: tuple[torch.dtype, ...], strides: tuple[int, ...], device: torch.device
+    experts: int, hidden: int, together: int, types: tuple[torch.dtype | None, ...], strides: tuple[int, ...], device: torch.device
 ) -> PreparedLaunch:
-    x, scale, weight, logits = types
-    constants = {"EXPERTS": experts, "HIDDEN": hidden, "BLOCK": next_power_of_2(hidden), "TOGETHER": together}
-    return PreparedLaunch(_normed_logits_kernel, (x, x, scale, weight, logits, x, x, *strides, 1.0), constants, device, 4)
+    x, scale, weight, logits, bias = types
+    constants = {"EXPERTS": experts, "HIDDEN": hidden, "BLOCK": next_power_of_2(hidden), "TOGETHER": together, "HAS_BIAS": bias is not None}
+    return PreparedLaunch(_normed_logits_kernel, (x, x, scale, weight, logits, bias or weight, x, x, *strides, 1.0), constants, device, 4)
 
 
 @triton.jit
 def _normed_logits_kernel(
-    x, residual, scale, weight, logits, normed_out, stream_out, x_stride, residual_stride, weight_stride, eps,
-    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
+    x, residual, scale, weight, logits, bias, normed_out, stream_out, x_stride, residual_stride, weight_stride, eps,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of experts, tokens). A token's first program stores the normed row and the
     sum."""
@@ -168,6 +186,8 @@ def _normed_logits_kernel(
         tl.store(stream_out + token * HIDDEN + columns, stream, mask=inside)
         tl.store(normed_out + token * HIDDEN + columns, normed, mask=inside)
     dots = tl.sum(rows.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
+    if HAS_BIAS:
+        dots += tl.load(bias + experts, mask=experts < EXPERTS, other=0.0).to(tl.float32)
     tl.store(logits + token * EXPERTS + experts, dots.to(logits.dtype.element_ty), mask=experts < EXPERTS)
 
 

@@ -134,13 +134,13 @@ class Router(nn.Module):
         where that is not faster."""
         if self._is_deterministic or (self.delta is not None and self.delta.is_active):
             return None
-        if not self._has_kernels or norm.scale is None or self.bias is not None or torch.compiler.is_compiling():
+        if not self._has_kernels or norm.scale is None or torch.compiler.is_compiling():
             return None
         from frame.kernels.moe.router import NORMED_TOKENS, compute_normed_logits
 
         if not 0 < len(x) <= NORMED_TOKENS:
             return None
-        return compute_normed_logits(x, residual, norm.scale, norm.eps, self.weight, self._logit_dtype)
+        return compute_normed_logits(x, residual, norm.scale, norm.eps, self.weight, self._logit_dtype, self.bias)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_deterministic:
@@ -151,8 +151,7 @@ class Router(nn.Module):
             if self._narrow is not None and x.dtype is self._narrow.dtype:
                 return torch.mm(x, self._narrow.t(), out_dtype=torch.float32)
             return self.multiply(x)
-        logits = compute_few_logits(x, self.weight, self._logit_dtype)
-        return logits if self.bias is None else logits + self.bias
+        return compute_few_logits(x, self.weight, self._logit_dtype, self.bias)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden] -> logits [tokens, experts]."""
