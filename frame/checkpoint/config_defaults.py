@@ -178,7 +178,8 @@ def add_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in DEFAULTS.get(str(config.get("model_type")), {}).items():
         names = next((group for group in _SYNONYMS if key in group), ())
         if key not in config and all(config.get(name) is None for name in names):
-            complete[key] = value
+            has_base = key == "rope_parameters" and config.get("rope_theta") is not None  # a key of its own, which comes first
+            complete[key] = {**value, "rope_theta": config["rope_theta"]} if has_base else value
     return _add_sections(complete)
 
 

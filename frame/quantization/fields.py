@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from frame.core.errors import CheckpointError
+from frame.quantization.patterns import find_expression
 
 
 def read_object(value: Any, where: str) -> Mapping[str, Any]:
@@ -26,8 +27,8 @@ def read_patterns(value: Any, where: str) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(pattern, str) for pattern in value):
         raise CheckpointError(f"{where} is {value!r}; a list of strings is expected: correct config.json.")
     for pattern in value:
-        if pattern.startswith("re:"):
-            check_expression(pattern.removeprefix("re:"), where)
+        if (expression := find_expression(pattern)) is not None:
+            check_expression(expression, where)
     return tuple(value)
 
 

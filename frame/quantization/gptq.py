@@ -131,7 +131,8 @@ def _strip(pattern: str) -> str:
 class GptqLayer(LayerFormat):
     """`qweight` [inputs / word, outputs], `qzeros` [groups, outputs / word], `scales` [groups,
     outputs], `g_idx` [inputs]. `group`: inputs of a group (0: all). `lift`: added to stored zero
-    points."""
+    points, to those of a word together, as GPTQModel subtracted it: a zero point of 0 borrows from
+    the next one."""
 
     dtype: torch.dtype
     bits: int
@@ -150,8 +151,11 @@ class GptqLayer(LayerFormat):
 
     def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         quantized = unpack_words(tensors["qweight"].transpose(-1, -2), self.bits)
-        zeros = unpack_words(tensors["qzeros"], self.bits).transpose(-1, -2)
-        zeros = (zeros + self.lift).bitwise_and_((1 << self.bits) - 1)
+        words, lift = tensors["qzeros"], self.lift
+        if 32 % self.bits == 0:
+            words, lift = words + lift * sum(1 << place for place in range(0, 32, self.bits)), 0
+        zeros = unpack_words(words, self.bits).transpose(-1, -2)
+        zeros = (zeros + lift).bitwise_and_((1 << self.bits) - 1)
         if not self.ordered:
             check_owners(tensors["g_idx"], "g_idx")
         owners = tensors["g_idx"] if self.ordered else None

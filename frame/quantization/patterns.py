@@ -11,6 +11,7 @@ from functools import lru_cache
 # model that speaks (Qwen3-Omni), and of Nemotron-H.
 _BODIES = ("model.", "model.language_model.", "language_model.model.", "thinker.model.", "backbone.")
 _BODY = re.compile(r"model\.language_model\.|(?:language_model|thinker)\.(?:model\.|(?=lm_head))|model\.|backbone\.")
+_MARKS = re.compile(r"[\\^$|(+]")  # of regular expressions, which no layer's name has
 # Layers that checkpoints may store as one, and what a pattern has that means it: `.*up_proj` means
 # a layer alone. Any pattern may mean the projections of recurrent layers, which are stored as one
 # always.
@@ -27,11 +28,21 @@ _FUSED = {
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches one of a layer's names: the name itself, an enclosing module, its
-    last parts, `*` for anything, or a regular expression after `re:`."""
-    if pattern.startswith("re:"):
-        return find_match(pattern.removeprefix("re:"), name)
+    """Whether a pattern matches one of a layer's names: the name itself, an enclosing module (also
+    with a dot after it), its last parts, `*` for anything, or a regular expression after `re:`.
+    Without `re:` an expression ends where a part of the name ends, as in transformers
+    (`should_convert_module`)."""
+    if (expression := find_expression(pattern)) is not None:
+        return find_match(expression, name)
+    pattern = pattern.removesuffix(".")
     return any(_fits(pattern, layer) or _fits(_strip_body(pattern), _strip_body(layer)) for layer in _list_layers(pattern, name))
+
+
+def find_expression(pattern: str) -> str | None:
+    """The regular expression that a pattern is; None: it is a name."""
+    if pattern.startswith("re:"):
+        return pattern.removeprefix("re:")
+    return rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))" if _MARKS.search(pattern) else None
 
 
 def find_match(expression: str, name: str) -> bool:

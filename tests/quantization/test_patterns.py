@@ -23,6 +23,12 @@ from tests.quantization.test_formats import logits_of, open_session, reference_l
         ("model.layers.3", "model.layers.30.mlp.up_proj", False),
         ("model", "model.layers.3.mlp.up_proj", True),
         ("gate", "model.layers.0.mlp.gate_proj", False),
+        ("model.layers.0.", "model.layers.0.mlp.experts.0.down_proj", True),  # QuantTrio
+        ("model.layers.0.", "model.layers.01.mlp.down_proj", False),
+        (r"model\.layers\.[02]\.self_attn", "model.layers.2.self_attn.q_proj", True),
+        (r"model\.layers\.[02]\.self_attn", "model.layers.1.self_attn.q_proj", False),
+        (r"model\.layers\.0\.mlp\.gate", "model.layers.0.mlp.gate_proj", False),
+        ("^model.layers.(0|1).", "model.layers.1.mlp.up_proj", True),
         ("model.language_model.layers.0.linear_attn.in_proj_a", "model.layers.0.linear_attn.in_proj_a", True),
         ("model.language_model.layers.0.linear_attn.in_proj_a", "model.layers.0.linear_attn.in_proj_b", False),
         ("model.language_model.layers.*.self_attn*", "model.layers.7.self_attn.q_proj", True),

@@ -7,6 +7,7 @@ queries, keys, values and results, so that every backend serves them. Must not k
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -38,8 +39,13 @@ class KVScales(nn.Module):
         self.by_head = False  # whether heads have scales of their own, which are applied here
         self.k_scale, self.v_scale = HeadScales(heads), HeadScales(heads)
         for kind, parameter in (("k", self.k_scale), ("v", self.v_scale)):
-            for place in ("", f"{kind}_proj.", "attn."):
-                parameter.bind(f"{prefix}.{place}{kind}_scale")
+            for name in (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"attn.{kind}_scale", f"{kind}_proj.output_scale"):
+                parameter.bind(f"{prefix}.{name}")
+        self.zero_points = ZeroPoints(heads)
+        for name in ("k_zero_point", "v_zero_point"):
+            self.zero_points.bind(f"{prefix}.{name}")
+        # of quantized attention products, which no backend computes
+        self.foreign_weights = [rf"{re.escape(prefix)}\.(attn\.|q_proj\.)?(q_scale|q_zero_point|prob_output_scale)$"]
 
     def apply_to_spec(self, spec: AttentionSpec) -> AttentionSpec:
         """Return the spec with the loaded scales of the layer; 1.0 where each head has its own.
@@ -73,6 +79,20 @@ class KVScales(nn.Module):
     def multiply_results(self, out: torch.Tensor) -> torch.Tensor:
         """Results [tokens, heads, width] times the scales of their values."""
         return (out * self.of_results).to(out.dtype)
+
+
+class ZeroPoints(ShardedParameter):
+    """The zero points of keys and values, which must be 0."""
+
+    def __new__(cls, heads: Range) -> ZeroPoints:
+        parameter = super().__new__(cls, torch.empty(heads.size), ShardRule(scalar=True), optional=True)
+        assert isinstance(parameter, ZeroPoints)
+        return parameter
+
+    def load(self, name: str, tensor: LazyTensor) -> None:
+        if bool(tensor[...].any()):
+            raise CheckpointError(f"{name} is not 0; only KV caches whose values have no zero point are read.")
+        self.loaded.add(name)
 
 
 class HeadScales(ShardedParameter):
