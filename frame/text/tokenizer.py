@@ -68,6 +68,10 @@ class Tokenizer:
         eos = self.find_token_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = tuple(eos_token_ids) or (() if eos is None else (eos,))
         self._leading = self._missing_bos()
+        names = self._config.get("model_input_names")
+        generic = self._config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        # `model_input_names` of transformers: its general class has no type ids
+        self._has_types = "token_type_ids" in names if isinstance(names, list) else not generic
 
     @classmethod
     def load(cls, path: str | Path, chat_template: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
@@ -124,8 +128,9 @@ class Tokenizer:
         self, inputs: Sequence[Input], max_length: int | None = None, maximum: int | None = None, add_special_tokens: bool = True
     ) -> list[Encoded]:
         """Encode texts or pairs with their special tokens. Results of more than `max_length` tokens
-        are truncated before the closing special tokens. Raises TextTooLongError for a long text of
-        more than `maximum` tokens."""
+        are truncated before the closing special tokens, pairs by tokens of their longer text
+        (`longest_first` of transformers). Raises TextTooLongError for a long text of more than
+        `maximum` tokens."""
         if maximum is not None:
             for one in inputs:
                 for text in one:
@@ -137,8 +142,11 @@ class Tokenizer:
         encoded = []
         for group in split_groups(each):
             for encoding in self.backend.encode_batch_fast(group, add_special_tokens=add_special_tokens):
-                ids, types = [*lead, *encoding.ids], encoding.type_ids
-                if max_length is not None and len(ids) > max_length:
+                ids, types = [*lead, *encoding.ids], encoding.type_ids if self._has_types else []
+                if max_length is not None and len(ids) > max_length and encoding.n_sequences == 2:
+                    kept = _truncate_pair(encoding.sequence_ids, max_length - len(lead))
+                    ids, types = [*lead, *(encoding.ids[place] for place in kept)], [types[place] for place in kept if types]
+                elif max_length is not None and len(ids) > max_length:
                     closing = next((i for i, special in enumerate(reversed(encoding.special_tokens_mask)) if not special), 0)
                     ids = [*ids[: max(0, max_length - closing)], *ids[len(ids) - closing :]] if closing < max_length else ids[:max_length]
                 second = types.index(1) + len(lead) if 1 in types else 0
@@ -300,6 +308,25 @@ class Tokenizer:
         if bos is None or self._config.get("add_bos_token") is not True:
             return []
         return [] if self.backend.encode("a").ids[:1] == [bos] else [bos]
+
+
+def _truncate_pair(owners: Sequence[int | None], max_length: int) -> list[int]:
+    """The places that are kept of a pair's tokens, `owners`: which text each is of (None: special).
+    The shares are those of `longest_first` in the library."""
+    counts = sorted((owners.count(number), number) for number in (0, 1))
+    (short, which), (long, _) = counts
+    room = max(0, max_length - owners.count(None))
+    long = max(short, room - short) if short <= room else short
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    left = {which: short, 1 - which: long}
+    kept = []
+    for place, owner in enumerate(owners):
+        if owner is None or left[owner] > 0:
+            kept.append(place)
+        if owner is not None:
+            left[owner] -= 1
+    return kept[:max_length]
 
 
 @contextlib.contextmanager

@@ -25,7 +25,11 @@ SMALL = {"max_total_tokens": 4096, "max_running_requests": 8, "threads": 1}
 
 
 def with_pairs(folder: Path) -> Path:
-    """The checkpoint with BERT's way of writing texts and pairs: [CLS] a [SEP] b [SEP]."""
+    """The checkpoint with BERT's way of writing texts and pairs: [CLS] a [SEP] b [SEP], and type
+    ids."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_input_names": names}))
     file = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
     first, last = (str(token) for token in ("<|bos|>", "<|eos|>"))
@@ -76,6 +80,36 @@ def test_long_pairs_are_cut_in_front_of_their_last_special_token(judge) -> None:
     with torch.no_grad():
         logits = load_reference(folder)(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits
     assert abs(float(torch.sigmoid(logits)) - got) < 1e-5
+
+
+def test_pairs_lose_tokens_of_their_longer_text(judge) -> None:
+    """As `longest_first` of transformers: a long query leaves its document a share."""
+    from transformers import PreTrainedTokenizerFast
+
+    engine, folder = judge
+    reference = PreTrainedTokenizerFast(tokenizer_object=plain(folder))
+    for first, second in (("fox " * 700, DOCUMENTS[0]), ("fox " * 700, "dog " * 900), (QUERY, "dog " * 900), ("fox " * 511, "a b")):
+        want = reference(first, second, truncation="longest_first", max_length=512).input_ids
+        (found,) = engine.tokenizer.encode_inputs([[first, second]], 512)
+        assert found[0] == want
+    scores = engine.score("fox " * 2000, DOCUMENTS, truncate=True)
+    assert len({round(float(score), 5) for score in scores}) == len(DOCUMENTS)
+
+
+def test_type_ids_only_where_the_tokenizer_declares_them(tmp_path: Path) -> None:
+    folder = with_pairs(make_checkpoint("BertForSequenceClassification", tmp_path, num_labels=1))
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    del settings["model_input_names"]
+    tokenizer = plain(folder)
+    pair = tokenizer.encode(QUERY, DOCUMENTS[0])
+    for changes, has_types in (({}, False), ({"tokenizer_class": "BertTokenizer"}, True), ({"model_input_names": ["input_ids"]}, False)):
+        file.write_text(json.dumps(settings | changes))
+        types = pair.type_ids if has_types else [0] * len(pair.ids)
+        with torch.no_grad():
+            logits = load_reference(folder)(torch.tensor([pair.ids]), token_type_ids=torch.tensor([types])).logits
+        with Engine(str(folder), **SMALL) as engine:
+            assert abs(float(torch.sigmoid(logits)) - engine.score(QUERY, [DOCUMENTS[0]])[0]) < 1e-5
 
 
 def test_wrong_methods_say_which_are_right(judge) -> None:
