@@ -16,6 +16,8 @@ from frame.core.errors import ConfigurationError
 
 SECRET_BYTES = 32
 FILE = "key_secret"
+# a link or a pipe, which another user may have made, is not followed or waited for
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def make_secret() -> bytes:
@@ -31,12 +33,15 @@ def read_secret(folder: Path) -> bytes:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             _create(path)
-        with path.open("rb") as file:
-            status, secret = os.fstat(file.fileno()), file.read(SECRET_BYTES + 1)
+        with os.fdopen(os.open(path, _READ), "rb") as file:
+            status = os.fstat(file.fileno())
+            secret = file.read(SECRET_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
     except FileExistsError as error:
         raise ConfigurationError(f"the folder of KV cache blocks {folder} is a file; name a folder") from error
     except OSError as error:
         raise ConfigurationError(f"the secret of KV cache blocks {path} cannot be used ({error.strerror}); change folder") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigurationError(f"{path} is not a file; remove it")
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigurationError(f"{path} holds a secret, and other users may use it; remove the folder, or give the file the mode 0600")
     if len(secret) != SECRET_BYTES:

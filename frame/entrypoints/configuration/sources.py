@@ -293,7 +293,7 @@ def _from_python(keywords: Mapping[str, Any]) -> Iterator[tuple[Path, Any, str]]
             from frame.entrypoints.configuration.equivalents import suggest_keyword
 
             other = suggest_keyword(name)
-            hint = f"; did you mean {other!r}?" if other else did_you_mean(name, [*short, *sections, "disable_radix_cache"])
+            hint = f"; did you mean {other!r}?" if other else did_you_mean(name, [*short, *(sections - {name}), "disable_radix_cache"])
             raise ConfigError(f"Unknown keyword {name!r}{hint or f'; {EVERY_KEY}.'}")
     named = next((keywords[name] for name in (TIERS.replace("-", "_"), "cache.tiers") if name in keywords), None)
     yield from read_tier_flags({**tier_flags, TIERS: named}, "keyword ")

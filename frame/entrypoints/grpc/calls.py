@@ -3,6 +3,7 @@ a trace span, errors as gRPC statuses. Used by the gRPC server. Must not know a 
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
@@ -192,9 +193,13 @@ async def run_call(services: Services, caller: GrpcCaller, name: str, work: Awai
 
 
 async def abort(context: Any, error: ApiError) -> None:
-    """End the call with the error's status and message."""
+    """End the call with the error's status and message. Raises CancelledError if it has ended
+    meanwhile, as by a message over the limit."""
     trailing = () if error.retry_after is None else (("retry-after", str(error.retry_after)),)
-    await context.abort(status_of(error), error.message, trailing)
+    try:
+        await context.abort(status_of(error), error.message, trailing)
+    except grpc.aio.InternalError as failure:
+        raise asyncio.CancelledError from failure
 
 
 def status_of(error: ApiError) -> Any:

@@ -50,6 +50,8 @@ def plain(message: Message) -> dict[str, Any]:
 
 def chat_of(chat: Any) -> Chat:
     """The conversation of a request. Raises ApiError."""
+    if not chat.messages:
+        raise ApiError(400, "messages is empty; send at least one message", "messages")
     if len(chat.messages) > MAX_MESSAGES:
         raise ApiError(400, f"messages has {len(chat.messages)} entries; it may have {MAX_MESSAGES}", "messages")
     return Chat([{"role": message.role, "content": _content(message, f"messages[{i}]")} for i, message in enumerate(chat.messages)])

@@ -9,6 +9,7 @@ Must not know a process.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -182,6 +183,7 @@ class Collector:
     def __init__(self, detokenizer: Detokenizer | None) -> None:
         self.detokenizer = detokenizer
         self.dead_reason: str | None = None  # None: the engine runs
+        self._process = os.getpid()  # whose threads run the engine
         self._send_all: Callable[[Sequence[Message]], None] = lambda messages: None
         self._max_submitted = self._limit = 0
         self._deadline: float | None = None
@@ -198,6 +200,7 @@ class Collector:
     def add_job(self, job: Job) -> None:
         """Run the job's sequences that have not ended, each from its last token on. Raises
         RuntimeError when the engine is gone."""
+        self._check_process()
         running = job.running
         for sequence in running:
             wants_text = bool(sequence.params.stop or sequence.params.stop_regex) or job.on_delta is not None
@@ -233,10 +236,16 @@ class Collector:
 
     def add_command(self, name: str, on_reply: Callable[[ControlReply], None]) -> None:
         """Call `on_reply` with a command's reply. Raises RuntimeError without an engine."""
+        self._check_process()
         with self._lock:
             if self.dead_reason is not None:
                 raise RuntimeError(self.dead_reason)
             self._replies[name] = on_reply
+
+    def _check_process(self) -> None:
+        """Raises RuntimeError in a fork of the engine's process, which has none of its threads."""
+        if os.getpid() != self._process:
+            raise RuntimeError(f"this process is a fork of process {self._process}, whose engine does not run here; create an Engine in it")
 
     def handle_message(self, message: AnyMessage) -> None:
         if isinstance(message, StepTokens):

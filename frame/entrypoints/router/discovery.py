@@ -86,7 +86,7 @@ class Source:
             raise ValueError(f"the file has more than {MAX_FILE} bytes; write one address a line")
         if not path.stat().st_size:  # it may be half written
             raise ValueError("the file is empty; for no replicas, write a line that begins with #")
-        lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
         return _bounded([check_url(line, f"line {number}") for number, line in enumerate(lines, 1) if line])
 
     async def _look_up(self) -> list[str]:

@@ -245,7 +245,9 @@ async def compact(request: ResponsesRequest, context: ContextDep, services: Serv
 async def retrieve(name: str, context: ContextDep, services: ServicesDep, stream: str = "false", starting_after: str = "-1") -> Any:
     """Retrieve a stored response; with `stream=true` its events after number `starting_after`."""
     stored = await find_response(context, services, name)
-    if (stream or "false").lower() not in ("true", "1"):
+    if (choice := (stream or "false").lower()) not in ("true", "1", "false", "0"):
+        raise ApiError(400, f"stream is {stream[:50]!r}; it must be true or false", "stream")
+    if choice in ("false", "0"):
         await context.respond(stored.body)
         return
     start = starting_after or "-1"

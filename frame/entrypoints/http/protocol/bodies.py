@@ -72,7 +72,10 @@ class Bodies:
         if held > self.maximum:
             raise ApiError(503, "the server holds as many bytes of requests as it may; try again later", retry_after=1, headers=CLOSE)
         if owned > self.maximum - held:
-            sentence = f"the requests of one client hold {owned} bytes, more than its share of {self.maximum}; try again later"
+            sentence = (
+                f"the requests of this client would hold {owned} bytes, more than the {max(0, self.maximum - held)} that all clients "
+                f"leave free of {self.maximum}; try again later"
+            )
             raise ApiError(429, sentence, code="too_many_bytes_of_client", retry_after=1, headers=CLOSE)
         self.held, self.held_by[owner] = held, owned
         self.peak = max(self.peak, held)
