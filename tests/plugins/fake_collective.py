@@ -35,7 +35,9 @@ class StoreCollective(Collective):
         if address.scheme == "file":
             self._store: Any = dist.FileStore(address.path, -1)
         else:
-            self._store = dist.TCPStore(address.hostname or "", address.port or 0, self.size, self.rank == 0, limit)
+            listens = context.rank == 0 if context.listens is None else context.listens
+            host, port = address.hostname or "", address.port or 0
+            self._store = dist.TCPStore(host, port, None, listens, limit, wait_for_workers=False, multi_tenant=True)
         self._store = dist.PrefixStore(context.name, self._store)
         self._store.set_timeout(limit)
         self._steps = 0

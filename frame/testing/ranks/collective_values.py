@@ -4,14 +4,29 @@ know a collective by name."""
 
 from __future__ import annotations
 
+import socket
+import tempfile
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from frame.core.interfaces.collective import Collective, SupportsStartSend
+from frame.core.interfaces.collective import LOOPBACK, Collective, CollectiveContext, SupportsStartSend
+from frame.plugins.devices import open_platform
 from frame.testing.conformance import SkipCheck, Subject
-from frame.testing.ranks.rank_threads import count_ranks, make_tensor, require_same, require_several, run_ranks
+from frame.testing.ranks.rank_threads import (
+    count_devices,
+    count_ranks,
+    get_device,
+    make_tensor,
+    require_same,
+    require_several,
+    run_ranks,
+    run_threads,
+)
 
+SECONDS = 6.0  # of a timeout that no operation should need
 SIZES = (5, 4096, 100_000)  # elements of deterministic sums
 LARGE = 1 << 22  # elements of a send that no buffer of the system holds
 
@@ -100,6 +115,42 @@ def check_scatters_sums_along_any_dimension(subject: Subject) -> None:
     for rank, results in enumerate(run_ranks(subject, act)):
         for dim, result in zip(dims, results, strict=True):
             require_same(result, total.chunk(size, dim)[rank], f"a part of the sum along {dim} of three dimensions")
+
+
+def check_groups_of_one_address_do_not_mix(subject: Subject) -> None:
+    """Two groups of other ranks and names, as the tensor groups of two pipeline stages."""
+    require_several(subject)
+    if 0 < count_devices(get_device(subject)) < 4:
+        raise SkipCheck("there are fewer than four devices")
+    with tempfile.TemporaryDirectory() as folder, closing(socket.socket()) as free:
+        free.bind((LOOPBACK, 0))
+        meetings = f"file://{Path(folder) / 'ranks'}", f"tcp://{LOOPBACK}:{free.getsockname()[1]}"
+        free.close()
+        for meeting in meetings:
+            results = _sum_in_two_groups(subject, meeting)
+            assert results == {0: 2.0, 1: 2.0, 2: 202.0, 3: 202.0}, f"two groups that meet at {meeting} sum {results}"
+
+
+def _sum_in_two_groups(subject: Subject, meeting: str) -> dict[int, float | str]:
+    """The sums of four ranks, of which each two form a group, or their errors."""
+    results: dict[int, float | str] = {}
+    groups: list[Collective] = []  # closed when all ranks have ended: one of them listens
+
+    def work(number: int) -> None:
+        platform, (stage, rank) = open_platform(f"{get_device(subject)}:{number}"), divmod(number, 2)
+        platform.activate()
+        context = CollectiveContext(rank, 2, meeting, platform, timeout=SECONDS, name=f"stage{stage}", listens=number == 0)
+        try:
+            group: Collective = subject.target(context, subject.options)
+            groups.append(group)
+            results[number] = float(group.all_reduce(torch.full((1,), 1.0 + 100 * stage, device=platform.device)))
+        except RuntimeError as error:
+            results[number] = str(error)
+
+    run_threads(4, work, 2 * SECONDS)
+    for group in groups:
+        group.close()
+    return results
 
 
 def check_started_sends_may_be_written_when_they_have_ended(subject: Subject) -> None:

@@ -9,11 +9,12 @@ may state more of what it does, in `conformance_refusals` and `conformance_bodie
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import io
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -102,7 +103,7 @@ def suite(subject: Subject) -> Iterable[Check]:
         (("make_routers",), (check_routes, check_routes_are_repeatable, check_own_routes_respond)),
         (("on_request",), (check_decisions, check_headers_that_it_reads, check_requests_stand_alone)),
         (("on_request",), (check_objects_are_independent, check_tenants_are_apart)),
-        (("on_response",), (check_responses,)),
+        (("on_response",), (check_responses, check_requests_under_way)),
         (("on_request", "on_response"), (check_hooks_are_coroutines, check_event_loop, check_hooks_are_fast, check_memory, check_secrets)),
         (("make_middleware",), (check_middleware,)),
     )
@@ -366,25 +367,56 @@ async def check_memory(make: Callable[[], HttpExtension], target: type[HttpExten
     assert many - few <= MAX_GROWTH, sentence
 
 
-async def check_secrets(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
-    """The headers that carry keys are in no log record, on no output and in no refusal."""
+async def check_requests_under_way(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """Of two requests under way at once the extension logs what it logs of them in turn."""
+    accepted = [each for each in example_requests(target) if (await decide(make(), each))[0] == "accepted"]
+    if not accepted:
+        raise SkipCheck("the extension refuses all requests of the suite; list some that it accepts as conformance_requests")
+    names = (("under-way-1", "/v1/first"), ("under-way-2", "/v1/second"))
+    first, second = (replace(accepted[-1], request_id=name, path=path, tenant=name) for name, path in names)
+
+    async def serve(order: Sequence[tuple[str, HttpRequest]]) -> list[str]:
+        extension = make()
+        with record_logs() as shown:
+            for hook, request in order:
+                if hook == "on_request":
+                    await decide(extension, request)
+                else:
+                    await extension.on_response(request, HttpResponse(200, 0.25))
+        return sorted(shown)
+
+    in_turn = await serve([(hook, request) for request in (first, second) for hook in ("on_request", "on_response")])
+    at_once = await serve([(hook, request) for hook in ("on_request", "on_response") for request in (first, second)])
+    assert at_once == in_turn, f"of requests in turn it logs {in_turn!r:.300}, of the same at once {at_once!r:.300}"
+
+
+@contextlib.contextmanager
+def record_logs() -> Iterator[list[str]]:
+    """What loggers of any level are told meanwhile."""
     shown: list[str] = []
 
     def note(_: logging.Logger, record: logging.LogRecord) -> None:
         shown.append(f"{record.getMessage()} {record.exc_info}")
 
-    root, output = logging.getLogger(), io.StringIO()
+    root = logging.getLogger()
     level = root.level
     root.setLevel(logging.DEBUG)
     try:
-        with mock.patch.object(logging.Logger, "callHandlers", note), redirect_stdout(output), redirect_stderr(output):
-            for number, example in enumerate(example_requests(target)):
-                extension = make()
-                request = replace(example, headers={**example.headers, **dict.fromkeys(SECRET_HEADERS, f"Bearer {SECRET}")})
-                shown.append(str((await decide(extension, request))[2]))
-                await extension.on_response(request, HttpResponse(STATUSES[number % len(STATUSES)], 0.1))
+        with mock.patch.object(logging.Logger, "callHandlers", note):
+            yield shown
     finally:
         root.setLevel(level)
+
+
+async def check_secrets(make: Callable[[], HttpExtension], target: type[HttpExtension]) -> None:
+    """The headers that carry keys are in no log record, on no output and in no refusal."""
+    output = io.StringIO()
+    with record_logs() as shown, redirect_stdout(output), redirect_stderr(output):
+        for number, example in enumerate(example_requests(target)):
+            extension = make()
+            request = replace(example, headers={**example.headers, **dict.fromkeys(SECRET_HEADERS, f"Bearer {SECRET}")})
+            shown.append(str((await decide(extension, request))[2]))
+            await extension.on_response(request, HttpResponse(STATUSES[number % len(STATUSES)], 0.1))
     leak = next((text for text in (*shown, output.getvalue()) if SECRET in text), "")
     assert not leak, f"the extension shows a header with a key: {leak!r:.200}"
 

@@ -421,9 +421,10 @@ def check_parts_leave_nothing_open(make: Make) -> None:
     rig, tensors = make().open(), make_tensors()
     rig.receive(tensors)
     before = _count_open()
-    for _ in range(10):
+    for number in range(10):
         rig.receive(tensors)
-    _require_no_more(before, "10 parts")
+        rig.receive([("odd", torch.ones(2 * number + 1, dtype=torch.uint8))])  # which one buffer is for alone
+    _require_no_more(before, "20 parts")
 
 
 def check_abandoned_and_refused_parts_leave_nothing_open(make: Make) -> None:

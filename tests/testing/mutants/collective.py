@@ -280,3 +280,11 @@ class LeavesKeys(StoreCollective):
 
     def _forget(self, step: int) -> None:
         return
+
+
+@mutant
+class IgnoresTheNameOfItsGroup(StoreCollective):
+    """Groups of any name share their keys."""
+
+    def __init__(self, context: CollectiveContext, options: Any = None) -> None:
+        super().__init__(replace(context, name=""), options)

@@ -388,3 +388,15 @@ class ForgetsServedRequestsAlone(Reference):
     async def on_response(self, request: HttpRequest, response: HttpResponse) -> None:
         if response.status < 400:
             self.running.pop(request.request_id, None)
+
+
+@mutant
+class LogsTheLastRequest(Reference):
+    """Keeps the request in itself, and logs a response with the id of the last one."""
+
+    async def on_request(self, request: HttpRequest) -> None:
+        self.request = request
+        await super().on_request(request)
+
+    async def on_response(self, request: HttpRequest, response: HttpResponse) -> None:
+        logging.getLogger(__name__).debug("%s has status %d", getattr(self, "request", request).request_id, response.status)

@@ -384,3 +384,15 @@ class ReadsFilesOfOthers(IpcTransfer):
     @staticmethod
     def _own(status: os.stat_result) -> Any:
         return SimpleNamespace(st_mode=status.st_mode, st_size=status.st_size, st_uid=os.geteuid())
+
+
+@mutant
+class LeavesOddFilesOpen(IpcTransfer):
+    """Opens a file twice whose buffer is all of it and has an odd number of bytes."""
+
+    def _open(self, buffer: Any, stack: Any) -> Any:
+        opened = super()._open(buffer, stack)
+        path = Path(FOLDER, buffer.handle)
+        if path.stat().st_size == buffer.size and buffer.size % 2:
+            self._kept = [*getattr(self, "_kept", ()), path.open("rb")]
+        return opened
