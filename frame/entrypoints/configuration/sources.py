@@ -307,6 +307,8 @@ def _located(value: Any, place: str) -> Located:
 
 def _from_text(setting: Setting, text: str, source: str) -> Iterator[tuple[Path, Any, str]]:
     """A value given as text, parsed by the setting's type."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # bytes that the locale does not decode
+        raise ConfigError(f"{source}: the value is no text in this locale; use UTF-8, as with LC_ALL=C.UTF-8.")
     if setting.path == OPTIONS_KEY:
         yield from _options(_located(plain(parse_yaml(text, source)), source))
     elif setting.shape == "list":

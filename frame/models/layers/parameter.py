@@ -151,7 +151,7 @@ class ShardedParameter(nn.Parameter):
         if tuple(tensor.shape) != shard.shape and not (self.rule.scalar and tuple(tensor.shape) == (1,)):
             raise CheckpointError(
                 f"{name} has the shape {list(tensor.shape)}, but {list(shard.shape)} is expected",
-                "check that config.json belongs to this checkpoint.",
+                "check that config.json belongs to this checkpoint; gate and up, and all experts of a layer, need one quantized format.",
             )
         value = tensor[shard.read] if shard.read else tensor[...]
         expected = self.stored_dtype

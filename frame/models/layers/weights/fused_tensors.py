@@ -169,7 +169,7 @@ def _split_outputs(name: str, tensor: LazyTensor, sizes: Sequence[int], dim: int
     if any(start % block for start in starts) or length != -(-total * entries // block):
         raise CheckpointError(
             f"{name} has the shape {list(tensor.shape)}, which cannot be divided into parts of {list(sizes)} outputs: "
-            "check that config.json belongs to this checkpoint."
+            "a quantization block may not cross two parts; check that config.json belongs to this checkpoint."
         )
     return [
         TensorPart(tensor, start // block * entries, -(-size * entries // block), dim) for start, size in zip(starts, sizes, strict=True)
