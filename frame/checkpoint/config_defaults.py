@@ -93,9 +93,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "gpt_oss": {
             **_EPS, "rope_theta": 150000.0, "sliding_window": 128, "head_dim": 64, "num_experts_per_tok": 4, "num_key_value_heads": 8,
             "num_local_experts": 128,
-            "rope_parameters": {
-                **_YARN, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_theta": 150000.0, "truncate": False,
-            },
+            "rope_parameters": {**_YARN, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},  # base: above
         },
         "kimi_linear": {
             **_EPS, "num_experts_per_tok": 8, "routed_scaling_factor": 2.446, "kv_lora_rank": 512, "linear_head_dim": 128,
@@ -178,8 +176,7 @@ def add_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in DEFAULTS.get(str(config.get("model_type")), {}).items():
         names = next((group for group in _SYNONYMS if key in group), ())
         if key not in config and all(config.get(name) is None for name in names):
-            has_base = key == "rope_parameters" and config.get("rope_theta") is not None  # a key of its own, which comes first
-            complete[key] = {**value, "rope_theta": config["rope_theta"]} if has_base else value
+            complete[key] = value
     return _add_sections(complete)
 
 

@@ -36,6 +36,24 @@ def test_a_missing_key_has_its_default(tmp_path: Path) -> None:
     assert (config["rope_theta"], config["num_experts_per_tok"], config["rms_norm_eps"]) == (1e6, 2, 1e-3)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "base"),
+    [("gpt_oss", "GptOssForCausalLM", 777.0), ("gpt_oss", "GptOssForCausalLM", None), ("ministral3", "Ministral3ForCausalLM", 777.0)],
+)
+def test_the_base_beside_default_rotary_settings(tmp_path: Path, model_type: str, architecture: str, base: float | None) -> None:
+    from transformers import CONFIG_MAPPING
+
+    from frame.models.layers.rotary import read_rope_parameters
+
+    written = {
+        "architectures": [architecture], "model_type": model_type, "num_hidden_layers": 1, "hidden_size": 8,
+        "num_attention_heads": 2, "vocab_size": 16, **({} if base is None else {"rope_theta": base}),
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    expected = CONFIG_MAPPING[model_type](**written).rope_parameters
+    assert read_rope_parameters(read_model_config(tmp_path))["rope_theta"] == expected["rope_theta"]
+
+
 @pytest.mark.parametrize("family", sorted(NESTED_SIZES))
 def test_sizes_of_nested_configurations_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     from transformers import CONFIG_MAPPING

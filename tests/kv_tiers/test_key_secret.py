@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -39,3 +40,18 @@ def test_a_folder_that_is_a_file(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="the folder of KV cache blocks .* is a file; name a folder"):
         read_secret(tmp_path / "file")
+
+
+@pytest.mark.parametrize("form", ["pipe", "link", "folder"])
+def test_a_secret_that_is_no_file(tmp_path, form):
+    """Another user may have made it where the folder is open to others: nothing waits for it."""
+    path = tmp_path / FILE
+    if form == "pipe":
+        os.mkfifo(path)
+    elif form == "link":
+        (tmp_path / "other").write_bytes(make_secret())
+        path.symlink_to(tmp_path / "other")
+    else:
+        path.mkdir()
+    with pytest.raises(ConfigurationError, match="remove it|cannot be used"):
+        read_secret(tmp_path)

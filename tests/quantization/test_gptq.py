@@ -49,3 +49,19 @@ def test_an_unknown_format_is_refused() -> None:
 )
 def test_blocks_name_layers_that_are_stored_as_one(block: str, name: str, kind: type) -> None:
     assert isinstance(read(name, modules_in_block_to_quantize=[[block]]), kind)
+
+
+def test_a_zero_point_of_zero_borrows_from_the_next() -> None:
+    """GPTQModel subtracts 1 from the zero points of a word together."""
+    stored, points = 0, [3, 0, 7, 0, 0, 15, 1, 8]
+    for place, point in enumerate(points):
+        stored |= point << 4 * place
+    word = (stored - 0x11111111) % (1 << 32)
+    tensors = {
+        "qweight": torch.zeros(4, 8, dtype=torch.int32),
+        "qzeros": torch.tensor([[word]], dtype=torch.int64).to(torch.int32),
+        "scales": torch.ones(1, 8),
+        "g_idx": torch.zeros(32, dtype=torch.int32),
+    }
+    weight = GptqLayer(torch.float32, 4, 0, ordered=False, lift=1).to_canonical(tensors, 32)
+    assert weight.dequantize(torch.float32)[:, 0].tolist() == [-float(point) for point in points]

@@ -3,6 +3,7 @@ checkpoint's scales of heads."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,27 @@ def test_an_fp8_cache_uses_the_scales_of_heads(tmp_path: Path) -> None:
     torch.testing.assert_close(both[0], got, rtol=1e-2, atol=5e-2)
     plain = logits_of(open_session(folder, attention="torch_native"))
     torch.testing.assert_close(plain, want, rtol=1e-3, atol=1e-3)
+
+
+def test_scales_under_the_names_of_other_tools(tmp_path: Path) -> None:
+    """Quark's and those of older versions of compressed-tensors; scales of queries are left out."""
+    folder, values = make_checkpoint("LlamaForCausalLM", tmp_path), (0.02, 0.5)
+    plain = with_scales(Path(shutil.copytree(folder, tmp_path / "plain")), *map(torch.tensor, values))
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.self_attn"
+        for name, value in zip(("k_proj.output_scale", "v_proj.output_scale"), values, strict=True):
+            tensors[f"{prefix}.{name}"] = torch.tensor(value)
+        tensors |= {f"{prefix}.{name}": torch.zeros(1) for name in ("k_zero_point", "v_zero_point")}
+        tensors |= {f"{prefix}.{name}": torch.ones(1) for name in ("q_scale", "prob_output_scale")}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    names = {"attention": "torch_native", "kv_dtype": torch.float8_e4m3fn}
+    both = [logits_of(with_cache(open_session(path, **names), "fp8_e4m3")) for path in (plain, folder)]
+    assert torch.equal(both[0], both[1])
+    tensors["model.layers.1.self_attn.k_zero_point"] = torch.ones(1)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="k_zero_point is not 0"):
+        open_session(folder)
 
 
 def test_scales_of_other_heads_are_refused(tmp_path: Path) -> None:

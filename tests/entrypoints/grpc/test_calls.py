@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
 
-from frame.entrypoints.grpc.calls import NO_DEADLINE, GrpcCaller, headers_of, status_of
+from frame.entrypoints.grpc.calls import NO_DEADLINE, GrpcCaller, abort, headers_of, status_of
 from frame.entrypoints.http.errors import ApiError
 from frame.interfaces.keys import KeyHolder
 
@@ -48,3 +50,14 @@ def test_metadata_are_headers() -> None:
 def test_statuses() -> None:
     assert status_of(ApiError(429, "x")) == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert status_of(ApiError(500, "x")) == status_of(ApiError(418, "x")) == grpc.StatusCode.INTERNAL
+
+
+async def test_a_call_that_has_ended_meanwhile_is_cancelled() -> None:
+    """grpc ends a call whose message is over the limit by itself; `abort` fails then."""
+    context = SimpleNamespace(abort=AsyncMock(side_effect=grpc.aio.InternalError("Failed grpc_call_start_batch: 11")))
+    with pytest.raises(asyncio.CancelledError):
+        await abort(context, ApiError(400, "the call has no message"))
+    context = SimpleNamespace(abort=AsyncMock(side_effect=grpc.aio.AbortError()))
+    with pytest.raises(grpc.aio.AbortError):
+        await abort(context, ApiError(429, "x", retry_after=1))
+    context.abort.assert_awaited_once_with(grpc.StatusCode.RESOURCE_EXHAUSTED, "x", (("retry-after", "1"),))

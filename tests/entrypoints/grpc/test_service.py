@@ -191,6 +191,7 @@ async def test_cancelling_stops_the_work(name: str) -> None:
     [
         ({}, Code.INVALID_ARGUMENT, "send text, token_ids or chat"),
         ({"token_ids": {}}, Code.INVALID_ARGUMENT, "empty"),
+        ({"chat": {}}, Code.INVALID_ARGUMENT, "messages is empty; send at least one message"),
         ({"token_ids": {"ids": [10**9]}}, Code.INVALID_ARGUMENT, "vocabulary"),
         ({"token_ids": IDS, "id": "x" * 300}, Code.INVALID_ARGUMENT, "id has 300 characters"),
         ({"token_ids": IDS, "sampling_params": {"n": 0}}, Code.INVALID_ARGUMENT, "n is 0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -49,6 +50,27 @@ def test_forms_of_prompts(engine: Engine) -> None:
     chat = [{"role": "user", "content": "hi"}]
     assert engine.generate(chat, GREEDY).token_ids == engine.generate([chat, chat], GREEDY)[1].token_ids
     assert engine.generate([]) == []
+
+
+def test_a_fork_of_the_process_is_an_error(engine: Engine) -> None:
+    """The engine's threads do not run in it, so a call would wait forever."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        with os.fdopen(writing, "w", encoding="utf-8") as file:
+            for call in (lambda: engine.generate("a", GREEDY), lambda: list(engine.stream("a", GREEDY)), engine.flush_cache):
+                try:
+                    call()
+                    file.write("no error\n")
+                except EngineError as error:
+                    file.write(f"{error}\n")
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as file:
+        lines = file.read().splitlines()
+    os.waitpid(child, 0)
+    assert len(lines) == 3 and all(f"a fork of process {os.getpid()}" in line for line in lines), lines
+    assert engine.generate("a", GREEDY).token_ids
 
 
 def test_calls_without_parameters_take_the_defaults_of_the_checkpoint(engine: Engine, checkpoint: Path, tmp_path: Path) -> None:

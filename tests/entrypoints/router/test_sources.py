@@ -41,7 +41,7 @@ async def test_a_replica_leaves_when_the_last_source_drops_it(tmp_path: Path, ca
         files[1].write_text("#\n")
         await asyncio.sleep(0.6)
         assert (states(backends), num_drains()) == ({other.url: "serving", replica.url: "serving"}, 0)
-        files[0].write_text(f"{replica.url}\n")
+        files[0].write_text(f"\ufeff{replica.url}\n")  # as editors of Windows write
         await reach(lambda: len(backends.all[1].sources) == 2)
         await admin.request("DELETE", "/replicas", json={"url": replica.url})
         files[1].write_text(f"{replica.url}\n")
