@@ -10,6 +10,7 @@ from frame.testing.conformance import Setting, find, run_suite
 REGISTRY = load_registry(installed=False)
 FILES = {
     "clear_empties_the_folder",
+    "each_byte_of_a_file_counts",
     "files_that_have_changed_are_not_served",
     "files_that_cannot_be_read",
     "blocks_that_fail_are_listed_as_removed",

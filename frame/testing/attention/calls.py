@@ -1,5 +1,5 @@
 """Checks of attention backends over several calls and for large caches: results that are kept,
-other steps at the addresses of one, KV slots above 65,536, and time.
+other steps at the addresses of one, other pages of the same rows, KV slots above 65,536, and time.
 
 One case of decodes within the capabilities is checked. Must not know a backend.
 """
@@ -15,7 +15,7 @@ import torch
 
 from frame.core.interfaces.attention import AttentionBackend
 from frame.entrypoints.tools.bench.paged_batches import DTYPES, Case, Pages, Rows, planned, requirements
-from frame.testing.attention.cases import DECODES, LATENT, with_pages_for
+from frame.testing.attention.cases import DECODES, LATENT, MIXED, with_pages_for
 from frame.testing.attention.reference import TOLERANCE, Inputs, Placed, make_inputs, reference
 from frame.testing.conformance import Check, Subject
 from frame.testing.generators import require_bounded, require_growth, require_no_waiting
@@ -48,6 +48,7 @@ def call_checks(make: Make, place: Place, subject: Subject) -> Iterator[Check]:
             placed = replace(with_pages_for(case, capabilities), dtype=DTYPES[name], device=device)
             if not capabilities.unsupported(replace(requirements(placed), phases=("decode",))):
                 functions = [_keeps_results, _keeps_no_steps, _fills_its_pages, _leaves_the_process, _has_many_slots, _grows_with_keys]
+                functions.append(_follows_its_pages)
                 for function in (*functions, *((_waits_for_nothing,) if device == "cpu" else ())):
                     yield Check(f"{function.__name__.strip('_')}-{name}", partial(function, make, place, placed))
                 return
@@ -117,6 +118,40 @@ def _follows_its_weights(make: Make, place: Place, case: Case) -> None:
     for what in ("before an update of the sinks", "after it"):
         _compare(placed.run(backend, inputs.spec, planned(backend, placed.batch)), case, inputs, what)
         sinks += 3.0
+
+
+def _follows_its_pages(make: Make, place: Place, case: Case) -> None:
+    """Steps with equal slots and lengths have the results of their own pages, in a batch of their
+    own and in the memory of an earlier one."""
+    backend = make(case)
+    for rows in (case.rows, MIXED) if {"extend", "mixed"} <= {*backend.capabilities.phases} else (case.rows,):
+        case = replace(case, rows=rows)
+        inputs = make_inputs(case)
+        moved = replace(make_inputs(replace(case, seed=case.seed + 1)), spec=inputs.spec, weight=inputs.weight, pages=_move(inputs.pages))
+        first, second = (place(backend, case, each).spread() for each in (inputs, moved))
+        for what, placed, expected in (
+            ("a step", first, inputs),
+            ("a step of the same slots and lengths on other pages", second, moved),
+            ("a step on the pages of the one before the last", first, inputs),
+        ):
+            _compare(placed.run(backend, inputs.spec, planned(backend, placed.batch)), case, expected, what)
+        first.batch.host.page_table[:] = second.batch.host.page_table
+        pairs = zip(_tensors_of_step(first), _tensors_of_step(second), strict=True)
+        for target, values in pairs:
+            target.copy_(values)
+        result = first.run(backend, inputs.spec, planned(backend, first.batch))
+        _compare(result, case, moved, "a step whose page table was changed in place")
+
+
+def _move(pages: Pages) -> Pages:
+    """Each row has the pages that follow its own, which mostly were another row's."""
+    size, count, table = pages.page_size, pages.num_pages, pages.table.copy()
+    table[table < count] = (table[table < count] + 1) % count
+    return Pages(size, count, table, pages.slots, [(each + size) % (count * size) for each in pages.places])
+
+
+def _tensors_of_step(placed: Placed) -> list[torch.Tensor]:
+    return [placed.q, *placed.step_kv, *placed.batch.kv.layer(0), placed.batch.kv_slots, placed.batch.page_table]
 
 
 def _tells_positions_apart(make: Make, place: Place, case: Case) -> None:

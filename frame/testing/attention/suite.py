@@ -31,6 +31,7 @@ from frame.plugins.devices import capture_graph, open_platform
 from frame.testing.attention.calls import call_checks
 from frame.testing.attention.cases import Changes, cases, replays, select_positions, with_pages_for
 from frame.testing.attention.invariance import invariance_checks
+from frame.testing.attention.layers import layer_checks
 from frame.testing.attention.reference import (
     TOLERANCE,
     Inputs,
@@ -193,6 +194,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     yield from step_checks(make, subject)
     yield from call_checks(make, place, subject)
     yield from invariance_checks(partial(make, deterministic=True), place, subject)
+    yield from layer_checks(make, place, subject)
     if device.startswith("cuda"):
         for name, case, changes in replays():
             placed = replace(with_pages_for(case, capabilities), device=device)

@@ -11,11 +11,12 @@ from typing import Any
 
 from frame.testing.conformance import count_elements
 from frame.testing.generators import count_pauses, measure_fastest
-from frame.testing.kv_tier.rig import NUM_BLOCKS, Make, make_keys
+from frame.testing.kv_tier.rig import NUM_BLOCKS, Make, Rig, make_keys
 
 MAX_WAIT = 5e-3  # in which a method computes nothing, for the shortest of several calls
 MAX_SECONDS = 0.02  # of a method, for the fastest of several calls
 MAX_MATCH = 1.8e-3  # of 16 keys
+ROUNDS, REST = 4, 0.1  # of calls, one of which must keep the limits; seconds between two
 
 
 def check_match_is_fast(make: Make) -> None:
@@ -32,9 +33,24 @@ def check_match_is_fast(make: Make) -> None:
 
 
 def check_methods_do_not_wait(make: Make) -> None:
-    rig, keys = make(num_blocks=64, block_bytes=1 << 16), make_keys(48)
+    """The shortest call of each method counts, over several rounds: a busy machine delays some."""
     seconds: dict[str, float] = {}
     waits: dict[str, float] = {}
+    for number in range(ROUNDS):
+        if number:
+            time.sleep(REST)
+        rig = make(num_blocks=64, block_bytes=1 << 16, identity=f"round {number}")
+        _measure_methods(rig, make_keys(16 if number else 48), seconds, waits)
+        slow = {name: one for name, one in seconds.items() if one > MAX_SECONDS}
+        slow |= {name: one for name, one in waits.items() if one > MAX_WAIT}
+        if not slow:
+            break
+    assert not slow, f"{' and '.join(slow)} wait: {max(slow.values()):.3f} seconds at least"
+
+
+def _measure_methods(rig: Rig, keys: list[bytes], seconds: dict[str, float], waits: dict[str, float]) -> None:
+    """Lower the seconds of each method, and those in which it computes nothing, to what they are
+    now."""
 
     def measure(name: str, call: Callable[[], Any]) -> Any:
         pauses, began, computed = count_pauses(), time.perf_counter(), time.thread_time()
@@ -58,9 +74,6 @@ def check_methods_do_not_wait(make: Make) -> None:
         store = rig.next_job()
         if measure("store", partial(rig.tier.store, store, make_keys(8, f"more{start}"))) is not None:
             measure("finish without commit", partial(rig.tier.finish, store, commit=False))
-    slow = {name: one for name, one in seconds.items() if one > MAX_SECONDS}
-    slow |= {name: one for name, one in waits.items() if one > MAX_WAIT}
-    assert not slow, f"{' and '.join(slow)} wait: {max(slow.values()):.3f} seconds at least"
 
 
 def check_memory_does_not_grow(make: Make) -> None:

@@ -3,7 +3,7 @@ suite of the kind, for tiers whose record says `keeps`. Must not know a plugin b
 
 from __future__ import annotations
 
-from frame.testing.kv_tier.rig import KeptBytes, Make, Rig, make_keys
+from frame.testing.kv_tier.rig import KeptBytes, Make, Rig, change_blocks, make_block, make_keys
 
 NUM_CHANGES = 64  # bytes of the kept memory that are changed, one at a time
 
@@ -83,4 +83,20 @@ def check_kept_memory_that_has_changed(make: Make) -> None:
                 rig.load([key])  # compares what it returns
         rig.store(more := make_keys(4, "more"))
         rig.load_all(more)
+        rig.tier.close()
+
+
+def check_each_byte_of_a_kept_block_counts(make: Make) -> None:
+    """The first, a middle or the last byte of large blocks is changed in the kept memory."""
+    size, keys = 1 << 16, make_keys(2)
+    memory = KeptBytes()
+    make(num_blocks=2, block_bytes=size, kept=memory).store(keys)
+    for place in (0, size // 2, size - 1):
+        changed = memory.copy()
+        assert changed.bytes is not None, "the tier says that it keeps blocks, and does not ask for kept memory"
+        change_blocks(changed.bytes, [make_block(key, size).tobytes() for key in keys], place)
+        rig = make(num_blocks=2, block_bytes=size, kept=changed)
+        for key in keys:
+            if rig.tier.match([key]):
+                rig.load([key])  # compares what it returns
         rig.tier.close()

@@ -16,7 +16,7 @@ def check_files_that_have_changed_are_not_served(make: Make) -> None:
     rig, keys = make(), make_keys(6)
     rig.require_persistence()
     rig.store(keys)
-    files = _find_files(rig)
+    files = find_files(rig)
     if not files:
         raise SkipCheck("the tier has no files in its folder")
     for number, path in enumerate(files):
@@ -31,7 +31,7 @@ def check_files_that_have_changed_are_not_served(make: Make) -> None:
     assert sum(rig.load([key]) for key in keys) in (0, len(keys)), "files that have changed are served"
     rig.store(keys)
     rig.load_all(keys)
-    files = _find_files(rig)
+    files = find_files(rig)
     contents = [path.read_bytes() for path in files]
     for path, other in zip(files, (*contents[1:], contents[0]), strict=True):
         path.write_bytes(other)
@@ -41,7 +41,8 @@ def check_files_that_have_changed_are_not_served(make: Make) -> None:
     rig.load_all(keys)
 
 
-def _find_files(rig: Rig) -> list[Path]:
+def find_files(rig: Rig) -> list[Path]:
+    """Files of the tier's folder that may hold a block."""
     return [path for path in sorted(rig.folder.rglob("*")) if _count_bytes_of(path) >= rig.block_bytes]
 
 
@@ -60,7 +61,7 @@ def check_files_that_cannot_be_read(make: Make) -> None:
         rig, keys = make(), make_keys(4, f"unreadable {number}-")
         rig.require_persistence()
         rig.store(keys)
-        for path in _find_files(rig):
+        for path in find_files(rig):
             path.unlink()
             damage(path)
         for key in keys:  # more jobs than a tier has threads
@@ -82,7 +83,7 @@ def check_blocks_that_fail_are_listed_as_removed(make: Make) -> None:
     if rig.tier.list_removed() is None:
         raise SkipCheck("the tier does not list removed blocks")
     rig.store(keys)
-    for number, path in enumerate(_find_files(rig)[:6]):
+    for number, path in enumerate(find_files(rig)[:6]):
         if number % 2:
             path.unlink()
         else:
@@ -105,7 +106,7 @@ def check_clear_empties_the_folder(make: Make) -> None:
 
 
 def _count_bytes(rig: Rig) -> int:
-    return sum(map(_count_bytes_of, _find_files(rig)))
+    return sum(map(_count_bytes_of, find_files(rig)))
 
 
 def check_blocks_survive_a_restart(make: Make) -> None:

@@ -34,6 +34,19 @@ def make_block(key: bytes, num_bytes: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
 
 
+def change_blocks(memory: bytearray | np.ndarray, contents: Iterable[bytes], place: int) -> None:
+    """Change the byte of a place in each block that the memory holds as it is; where it holds none
+    so, the byte at the same part of the memory."""
+    held, size = bytes(memory), 0
+    starts = []
+    for content in contents:
+        size, start = len(content), held.find(content)
+        if start >= 0:
+            starts.append(start)
+    for at in [start + place for start in starts] or [place * (len(held) - 1) // max(1, size - 1)]:
+        memory[at] ^= 0x10
+
+
 class KeptBytes:
     """Memory that outlives an engine. A copy is what an engine that is killed now leaves."""
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from frame.testing.conformance import Check, SkipCheck, Subject, find_checks, unchanged_process
-from frame.testing.kv_tier import cost_checks, kept_checks, place_checks, use_checks
+from frame.testing.kv_tier import byte_checks, cost_checks, kept_checks, place_checks, use_checks
 from frame.testing.kv_tier.rig import NUM_BLOCKS, PATIENCE, Make, Rig, make_keys
 
 CLOSE_SECONDS = 4.0  # the contract allows one; a busy machine takes longer
@@ -30,7 +30,8 @@ CLOSE_SECONDS = 4.0  # the contract allows one; a busy machine takes longer
 def suite(subject: Subject) -> Iterator[Check]:
     """`kv_tier/1`."""
     keeps = getattr(subject.record.capabilities, "keeps", False)
-    modules = (__name__, *(module.__name__ for module in (cost_checks, place_checks, use_checks, *([kept_checks] if keeps else []))))
+    others = (cost_checks, place_checks, use_checks, *((kept_checks,) if keeps else ()), byte_checks)
+    modules = (__name__, *(module.__name__ for module in others))
     for name, check in (each for module in modules for each in find_checks(module)):
         yield Check(name, partial(_run, check, subject))
 

@@ -261,6 +261,24 @@ def check_steps_of_two_layers(subject: Subject, sizes: Sizes) -> None:
             _close(_run(runner, sizes, inputs, module), reference(*inputs), sizes)
 
 
+def check_more_than_256_experts(subject: Subject, sizes: Sizes) -> None:
+    """Each of 300 and of 520 experts is chosen, in a large batch and by three tokens alone."""
+    runner = _make(subject, sizes)
+    for experts in (300, 520):
+        x, ids, *rest = draw((experts, experts, 2, 16, 8), sizes.dtype)
+        ids = torch.stack((torch.arange(experts), (torch.arange(experts) + 256) % experts), 1)
+        module = PlainExperts(rest[1].to(sizes.device), rest[2].to(sizes.device), hidden_first=False)
+        expected = reference(x, ids, *rest)
+        for some in (slice(None), slice(-3, None)):
+            _close(_run(runner, sizes, (x[some], ids[some], rest[0][some], *rest[1:]), module), expected[some], sizes)
+
+
+def check_more_than_65536_pairs(subject: Subject, sizes: Sizes) -> None:
+    """8,200 tokens with eight experts each, as in a long prefill."""
+    inputs = draw((8200, 9, 8, 16, 8), sizes.dtype)
+    _close(_run(_make(subject, sizes), sizes, inputs), reference(*inputs), sizes)
+
+
 def _can_be_captured(subject: Subject, sizes: Sizes) -> None:
     """No call waits for values of the step."""
     runner, inputs = _make(subject, sizes), tuple(part.to(sizes.device) for part in draw(sizes.numbers, sizes.dtype))

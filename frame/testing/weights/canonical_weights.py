@@ -5,6 +5,8 @@ Used by the suites of weight formats and GEMM kernels and by tests. Depends on n
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from frame.core.interfaces.weight_format import NIBBLES, CanonicalWeight, QuantType, WeightScheme
@@ -47,6 +49,28 @@ def _make_values(quant_type: QuantType, shape: tuple[int, ...], generator: torch
     if quant_type == "int8":
         return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int64).to(torch.int8)
     return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+
+
+def repeat_inputs(weight: CanonicalWeight) -> CanonicalWeight:
+    """The same int4 or int8 weight in act-order with one more group of columns before the others
+    and one after them. Their weights are zero, and both have the inputs of the first group."""
+    assert weight.order is not None and weight.scales is not None and weight.scheme.quant_type in ("int4", "int8")
+    width, is_packed = weight.scheme.group[1], weight.scheme.quant_type in NIBBLES
+    zeros, repeated = weight.zeros, weight.order[..., :width]
+    numbers = zeros if zeros is not None else torch.full(weight.scales.shape, 8 if is_packed else 0, dtype=torch.int8)
+    ends = [each.to(weight.quantized) * (17 if is_packed else 1) for each in (numbers[..., :1], numbers[..., -1:])]  # 17: both nibbles
+    before, after = (each.expand(*each.shape[:-1], width // 2 if is_packed else width) for each in ends)
+
+    def widen(groups: torch.Tensor) -> torch.Tensor:
+        return torch.cat((groups[..., :1], groups, groups[..., -1:]), -1)
+
+    return replace(
+        weight,
+        quantized=torch.cat((before, weight.quantized, after), -1),
+        scales=widen(weight.scales),
+        zeros=None if zeros is None else widen(zeros),
+        order=torch.cat((repeated, weight.order, repeated), -1),
+    )
 
 
 def check_form(weight: CanonicalWeight, outputs: int, inputs: int, lead: tuple[int, ...] = ()) -> None:

@@ -22,7 +22,7 @@ from frame.testing.conformance import Check, SkipCheck, Subject
 from frame.testing.generators import call_at_one_address, require_bounded, require_kept, require_near_reference
 from frame.testing.tensors import require_form, require_near
 from frame.testing.torch_calls import unchanged_torch
-from frame.testing.weights.canonical_weights import make_weight
+from frame.testing.weights.canonical_weights import make_weight, repeat_inputs
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # relative to the largest value
 SUM_TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 1.2e-2}  # of sums over many inputs
@@ -31,6 +31,7 @@ COUNTED = 0.02  # relative error of counted bytes
 NARROW = 32  # inputs of a weight whose scales weigh as much as its values
 INT8_ERROR = 1.3  # of quantized inputs, relative to that of rounding to int8 with a scale per row
 ROWS = (1, 2, 7, 17, 70, 71, 513)
+MANY_ROWS = (1025, 4097, 8193)
 OUTPUTS, INPUTS = 128, 256
 NUM_EXPERTS = 130
 SCHEMES: tuple[tuple[WeightScheme, bool], ...] = (  # with a second scale per output or without
@@ -80,6 +81,9 @@ def suite(subject: Subject) -> Iterator[Check]:
             yield Check(f"takes_no_longer_than_dequantizing-{name}", case.check_time)
             cases = [Case(subject, DTYPES[name], scheme, outer) for scheme, outer in SCHEMES if scheme.quant_type in quantized]
             yield Check(f"a_weight_of_each_type_is_taken-{name}", partial(_check_types, cases))
+            yield Check(f"columns_of_zeros_repeat_inputs-{name}", partial(_check_repeated_inputs, cases))
+            for what, experts in (("many_rows", 0), ("many_rows_of_experts", 2)):
+                yield Check(f"{what}-{name}", partial(_check_many_rows, cases, experts))
             yield Check(f"obstacles_are_those_of_the_weight-{name}", partial(_check_obstacles, cases))
             yield Check(f"quantized_inputs_keep_their_precision-{name}", partial(_check_quantized_inputs, cases))
             yield Check(f"bytes_are_as_counted-{name}", partial(_check_bytes, cases))
@@ -328,6 +332,42 @@ def _check_types(cases: Sequence[Case]) -> None:
     for quant_type in obstacles.keys() - taken:
         reasons = "; ".join(f"{what}: {reason}" for reason, what in obstacles[quant_type].items())
         raise AssertionError(f"its speeds name {quant_type}, and it takes no such weight ({reasons})")
+
+
+def _check_many_rows(cases: Sequence[Case], experts: int) -> None:
+    """Every row of a long prefill has its product, and the bias."""
+    case = next((case for case in cases if find_kernel_obstacle(case.kernel, case.draw(experts=experts)) is None), cases[0])
+    weight, other, bias = case.make(experts=experts), case.make(experts=experts), case.input(1, OUTPUTS)[0]
+    product: Any = case.kernel.prepare_experts(weight) if experts else case.kernel.prepare(weight)
+    for rows in MANY_ROWS:
+        x, what = case.input(rows), f"{case.scheme}, {rows} rows"
+        if experts:
+            parts = [case.reference(part, other.expert(index)) for index, part in enumerate(x.split((rows - 3, 3)))]
+            ends = torch.tensor([rows - 3, rows]).to(case.device, torch.int32)
+            case.compare(product(x, ends), torch.cat(parts), f"{what} of two experts")
+        else:
+            case.compare(product(x, bias), case.reference(x, other) + bias.double(), f"{what} with a bias")
+
+
+def _check_repeated_inputs(cases: Sequence[Case]) -> None:
+    """In act-order, a column of zeros may repeat an input, before and after its other column."""
+    num_checked = 0
+    for case in (case for case in cases if case.scheme.ordered):
+        for experts in (0, 2):
+            drawn = case.draw(experts=experts)
+            weight, other = repeat_inputs(drawn), repeat_inputs(drawn)
+            if find_kernel_obstacle(case.kernel, weight) is not None:
+                continue
+            num_checked += 1
+            x, what = case.input(7), f"{case.scheme}, {experts or 'no'} experts, columns of zeros that repeat inputs"
+            if experts:
+                ends = torch.tensor([3, 7]).to(case.device, torch.int32)
+                parts = [case.reference(part, other.expert(index)) for index, part in enumerate(x.split((3, 4)))]
+                case.compare(case.kernel.prepare_experts(weight)(x, ends), torch.cat(parts), what)
+            else:
+                case.compare(case.kernel.prepare(weight)(x), case.reference(x, other), what)
+    if not num_checked:
+        raise SkipCheck("it takes no such weight in act-order")
 
 
 def _check_obstacles(cases: Sequence[Case]) -> None:

@@ -36,6 +36,7 @@ LARGE_INPUTS, LARGE_OUTPUTS = 2048, (8960, 128, 128)
 EXPERTS = 3
 NAME = "model.layers.0.mlp.up_proj"
 MAX_GROWTH = 2.5  # from stored bytes to canonical ones: 2 bits become 4
+HALF, CLIPPED = 0.501, 0.05  # of a step between values; share of an output's weights that may differ by more
 HEADS = ("lm_head", "score", "transformer.output", "classifier")
 WRONG: tuple[Any, ...] = ({"x": [1]}, {"": None}, [[]], ["a"], "text", "", None, -3, 0, 10**30, 0.5, float("nan"), True, False)
 
@@ -53,6 +54,7 @@ def suite(subject: Subject) -> Iterator[Check]:
     for name in ("linear", "experts", "head"):
         layout = _describe(subject, name)
         yield from collect(__name__, subject, layout, suffix=f"-{name}")
+        yield Check(f"rounding_is_to_the_nearest-{name}", partial(_check_nearest, subject, name))
         yield Check(f"ranks_split_outputs-{name}", partial(_check_split, subject, layout, "output"))
         yield Check(f"ranks_split_inputs-{name}", partial(_check_split, subject, layout, "input"))
 
@@ -61,9 +63,9 @@ def suite(subject: Subject) -> Iterator[Check]:
 MakeTensor = Callable[[str, Sequence[int], torch.dtype], torch.Tensor | None]
 
 
-def _describe(subject: Subject, kind: str) -> LayerFormat:
+def _describe(subject: Subject, kind: str, dtype: torch.dtype = DTYPE) -> LayerFormat:
     config = getattr(subject.target, "conformance_config", None)  # a checkpoint's `quantization_config`, where a format needs one
-    weight_format: WeightFormat = subject.target(FormatContext(DTYPE, config), subject.options)
+    weight_format: WeightFormat = subject.target(FormatContext(dtype, config), subject.options)
     name = {"linear": NAME, "experts": "model.layers.0.mlp.experts.0.gate_proj", "head": "lm_head"}[kind]
     return weight_format.describe_layer(name, kind)  # type: ignore[arg-type]
 
@@ -394,6 +396,22 @@ def check_rounding_is_close(subject: Subject, layout: LayerFormat) -> None:
     assert error < 0.2, f"the weights differ by {error:.2f} of their norm"
     half = layout.to_canonical(layout.quantize_weight(weight[:128], (256,)), INPUTS).dequantize(DTYPE)
     _compare(half, dense[:128], "half of the outputs, quantized alone")
+
+
+def _check_nearest(subject: Subject, kind: str) -> None:
+    """Of evenly spaced values, a weight gets the nearest one, whatever dtype the scales have: the
+    values are those of the scales that are stored. A few weights of an output may be clipped."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        layout = _describe(subject, kind, dtype)
+        _needs_rounding(layout)
+        steps = torch.arange(128).unsqueeze(1) / 128 + 1  # so that scales have mantissas of all sizes
+        weight = (torch.rand(128, INPUTS, generator=torch.Generator().manual_seed(3)) * 2 - 1) * 0.05 * steps
+        canonical = layout.to_canonical(layout.quantize_weight(weight, (128,)), INPUTS)
+        if canonical.scheme.quant_type not in ("int4", "int8") or canonical.order is not None:
+            raise SkipCheck("its values are not evenly spaced, or their order is not that of the inputs")
+        error = (canonical.dequantize(DTYPE) - weight).abs() / canonical.spread_scales()
+        share = float((error > HALF).float().mean(1).max())
+        assert share <= CLIPPED, f"of an output, {share:.0%} of the weights differ by over half a step; quantize by the stored scales"
 
 
 def check_rounding_of_odd_weights(subject: Subject, layout: LayerFormat) -> None:

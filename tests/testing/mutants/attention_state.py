@@ -147,6 +147,20 @@ class PlanByShape(PlainAttention):
 
 
 @mutant
+class PlanOfEqualRows(PlainAttention):
+    """Keeps the last plan while the slots and lengths of the rows stay the same."""
+
+    last: tuple[bytes, Any] = b"", None
+
+    def plan(self, batch: ForwardBatch) -> Any:
+        host = batch.host
+        key = host.slots.tobytes() + host.query_lens.tobytes() + host.seq_lens.tobytes()
+        if self.last[0] != key:
+            self.last = key, super().plan(batch)
+        return self.last[1]
+
+
+@mutant
 class PlanBySlot(PlainAttention):
     """Plans one row a slot; of several rows of one slot the last one's keys are used."""
 
@@ -197,6 +211,30 @@ class FirstLayersFacts(PlainAttention):
     def run(self, spec: AttentionSpec, *rest: Any) -> torch.Tensor:
         self.first = first = self.first or spec
         return super().run(replace(spec, sliding_window=first.sliding_window, scale=first.scale, soft_cap=first.soft_cap), *rest)
+
+
+@mutant
+class FirstLayersScales(PlainAttention):
+    """Reads the fp8 cache of every layer by the scales of the first layer."""
+
+    first: AttentionSpec | None = None
+
+    def scales(self, spec: AttentionSpec, batch: ForwardBatch) -> Any:
+        self.first = self.first or spec
+        return super().scales(replace(spec, k_scale=self.first.k_scale, v_scale=self.first.v_scale), batch)
+
+
+@mutant
+class FirstLayersSinks(PlainAttention):
+    """Uses the sinks of the first layer that has some in all layers of as many heads."""
+
+    first: torch.Tensor | None = None
+
+    def run(self, spec: AttentionSpec, *rest: Any) -> torch.Tensor:
+        if spec.sinks is not None:
+            self.first = spec.sinks if self.first is None else self.first
+            spec = replace(spec, sinks=self.first if self.first.shape == spec.sinks.shape else spec.sinks)
+        return super().run(spec, *rest)
 
 
 # results and side effects -------------------------------------------------------------------------

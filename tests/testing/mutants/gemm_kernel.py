@@ -291,6 +291,30 @@ class KeepsInputs(Dequantized):
 
 
 @mutant
+class OverwritesRepeatedInputs(Dequantized):
+    """Writes the columns of an act-order weight to their inputs and does not add them."""
+
+    def dense(self, weight: CanonicalWeight, dtype: torch.dtype) -> torch.Tensor:
+        if weight.order is None:
+            return super().dense(weight, dtype)
+        columns = replace(weight, order=None, inputs=weight.columns).dequantize(dtype)
+        whole = columns.new_zeros(weight.outputs, weight.inputs)
+        whole[:, weight.order.long()] = columns
+        return whole
+
+
+@mutant
+class BiasOfTheFirstRows(Dequantized):
+    """Adds the bias to the first thousand rows alone."""
+
+    def multiply(self, x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = F.linear(x, dense)
+        if bias is not None:
+            out[:1000] += bias
+        return out
+
+
+@mutant
 class SetsThePrecision(Dequantized):
     """Lets torch multiply float32 in TF32, in the whole process."""
 

@@ -411,6 +411,25 @@ class KeepsSteps(PlainRunner):
 
 
 @mutant
+class ExpertsInAByte(PlainRunner):
+    """Keeps the ids of experts in eight bits."""
+
+    def run(self, tokens: DispatchOutput, experts: nn.Module) -> torch.Tensor:
+        return super().run(DispatchOutput(tokens.x, tokens.ids % 256, tokens.weights), experts)
+
+
+@mutant
+class PairsInTwoBytes(PlainRunner):
+    """Keeps the places of pairs in sixteen bits, so that those after 65,536 are those from the
+    start."""
+
+    def pairs(self, ids: torch.Tensor, num_experts: int) -> Pairs:
+        for expert in range(num_experts):
+            place = torch.nonzero(ids.flatten() == expert)[:, 0] % (1 << 16)
+            yield expert, place // ids.shape[1], place % ids.shape[1]
+
+
+@mutant
 class SetsTheDtype(PlainRunner):
     """Makes the dtype of the context that of torch, for the whole process."""
 

@@ -192,3 +192,16 @@ class SharesScalesOfExperts(Grouped):
             scales = tensors["weight_scale"]
             shared = scales[:1].expand_as(scales) if scales.dim() == 3 else scales
             return super().to_canonical({**tensors, "weight_scale": shared}, inputs)
+
+
+@mutant
+class RoundsScalesAfterwards(Grouped):
+    """Quantizes while loading by exact scales and stores them in bfloat16."""
+
+    class layer(RoundsToNothing.layer):
+        def list_tensors(self, inputs: int, outputs: Sequence[int]) -> Mapping[str, StoredTensor]:
+            return dict(super().list_tensors(inputs, outputs)) | {"scales": StoredTensor(torch.bfloat16, (OUTPUTS, 1))}
+
+        def quantize_weight(self, weight: torch.Tensor, outputs: Sequence[int]) -> Mapping[str, torch.Tensor]:
+            scales = weight.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
+            return {"quantized": (weight / scales).round().to(torch.int8), "scales": scales.bfloat16()}
