@@ -17,6 +17,8 @@ class Encoded(NamedTuple):
     ids: list[int]
     type_ids: list[int]
     special_tokens_mask: list[int]
+    n_sequences: int
+    sequence_ids: list[int | None]  # which text a token is of; None: special
 
 
 class PythonTokenizer:
@@ -30,7 +32,9 @@ class PythonTokenizer:
         encoded = self._tokenizer(
             first, second, add_special_tokens=add_special_tokens, return_token_type_ids=True, return_special_tokens_mask=True, verbose=False
         )
-        return Encoded(list(encoded["input_ids"]), list(encoded["token_type_ids"]), list(encoded["special_tokens_mask"]))
+        types, specials = list(encoded["token_type_ids"]), list(encoded["special_tokens_mask"])
+        owners = [None if is_special else kind for kind, is_special in zip(types, specials, strict=True)]
+        return Encoded(list(encoded["input_ids"]), types, specials, 1 if second is None else 2, owners)
 
     def encode_batch(self, texts: Sequence[str | Sequence[str]], add_special_tokens: bool = True) -> list[Encoded]:
         return [self.encode(text, add_special_tokens) for text in texts]

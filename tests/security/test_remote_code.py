@@ -237,6 +237,7 @@ def test_tokenizer_code_runs_where_trusted(tmp_path: Path, is_slow: bool) -> Non
         assert ids == [tokenizer.find_token_id("ab"), tokenizer.find_token_id("cd")]
         assert tokenizer.encode_batch(["ab", "cd"]) == [[ids[0]], [ids[1]]]
         assert tokenizer.encode_inputs([["ab"], ["ab", "cd"]]) == [([ids[0]], 0), (ids, 1)]
+        assert tokenizer.encode_inputs([["ab", "cdcdcd"], ["abab"]], max_length=2) == [(ids, 1), ([ids[0]] * 2, 0)]
         cards = describe_tokens(tokenizer, "abcd", ids, special=True)
         assert [(card["id"], card["special"], card["start"]) for card in cards] == [(ids[0], False, None), (ids[1], False, None)]
 
