@@ -42,7 +42,7 @@ from frame.config.resolution.plugins import (
     plugin_choice,
     resolve_params,
 )
-from frame.config.resolution.task import check_step, choose_pooling, choose_task, find_adapter_conflicts, find_mode_conflicts
+from frame.config.resolution.task import check_step, choose_pooling, choose_task, find_adapter_conflicts, find_mode_conflicts, is_encoder
 from frame.config.resolution.tiers import choose_tiers
 from frame.config.resolved import PluginChoice, Resolved
 from frame.config.schema import FrameConfig
@@ -347,7 +347,7 @@ class _Solver:
         capabilities = selection.record.capabilities
         if self.model_config.kind == "mla" and isinstance(capabilities, ModelCapabilities) and capabilities.expands_mla:
             self.model_config = replace(self.model_config, kind="mha", latent=None, num_kv_heads=self.model_config.num_heads)
-        if isinstance(capabilities, ModelCapabilities) and capabilities.encoder:
+        if isinstance(capabilities, ModelCapabilities) and is_encoder(capabilities, self.model_config):
             self.model_config = replace(self.model_config, encoder=True)
         if task == "generate":
             return None

@@ -116,6 +116,7 @@ _WINDOWED = (
     "qwen3_moe",
 )  # fmt: skip
 _INVARIANT_ON_CPU = ("glm4v", "internvl")
+_BIDIRECTIONAL = ("llama", "qwen2", "qwen3")  # encoders, where config.json says so
 _DRAFTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "kimi_k25", "nemotron_h", "qwen3_next")
 _IMAGE, _VIDEO, _AUDIO = "image", "video", "audio"
 _MODALITIES = {
@@ -156,6 +157,7 @@ def register_models(registry: KindRegistry) -> None:
             pipeline_parallel=name != "gemma4",  # whose later layers read keys of earlier ones
             sinks=name == "gpt_oss",
             chunked=name == "llama4",
+            encoder="is_causal" if name in _BIDIRECTIONAL else False,
             recurrent=name in _RECURRENT,
             windows=name in _WINDOWED,
             draft_layers=name in _DRAFTS,

@@ -477,8 +477,18 @@ def test_a_decoder_that_attends_in_both_directions_is_refused() -> None:
     for task in ("embed", "generate"):
         with pytest.raises(ResolveError, match="config.json has is_causal: false, and LlamaForCausalLM attends to earlier tokens alone"):
             resolve(config(model={"task": task}), LAPTOP, embedder, records())
-    encoder = [record("model", "bert", ModelCapabilities(("LlamaForCausalLM",), tasks=("embed",), encoder=True))]
     both = [record("attention_backend", "both", AttentionCapabilities(("cpu",), bidirectional=True))]
     poolers = [record("pooler", name) for name in ("mean", "last")]
-    more = records(model=encoder, attention_backend=both, pooler=poolers)
-    assert resolve(config(model={"task": "embed"}), LAPTOP, embedder, more).model.encoder
+
+    def resolve_as(encoder: bool | str, model_config: ModelConfig = embedder, **model: Any) -> ModelConfig:
+        can = ModelCapabilities(("LlamaForCausalLM",), tasks=("embed", "generate"), encoder=encoder, windows=True)
+        more = records(model=[record("model", "one", can)], attention_backend=both, pooler=poolers)
+        return resolve(config(model=model), LAPTOP, model_config, more).model
+
+    assert resolve_as(True, task="embed").encoder
+    assert resolve_as("is_causal").encoder, "the task follows from config.json"
+    assert not resolve_as("is_causal", LLAMA).encoder
+    with pytest.raises(ResolveError, match="is_causal: false: its tokens attend to later ones, so it generates no text"):
+        resolve_as("is_causal", task="generate")
+    with pytest.raises(ResolveError, match="has a sliding window, which is computed for earlier tokens alone"):
+        resolve_as("is_causal", dataclasses.replace(embedder, sliding_window=64))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from frame.config.schema import FrameConfig
 from frame.config.selection import ResolveError
 from frame.core.interfaces.drafter import TreeShape
-from frame.core.interfaces.model import Activation, ModelConfig, Pooling, Task, checkpoint_tasks, is_classifier
+from frame.core.interfaces.model import Activation, ModelCapabilities, ModelConfig, Pooling, Task, checkpoint_tasks, is_classifier
 
 _ACTIVATIONS: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}  # by class of torch.nn
 
@@ -40,7 +40,19 @@ def _task(config: FrameConfig, model_config: ModelConfig) -> tuple[Task, str]:
         return "classify", "label tokens are set"
     if "embed" in possible and model_config.sentence is not None:
         return "embed", "the folder is one of sentence-transformers"
+    if "embed" in possible and _attends_both_ways(model_config):
+        return "embed", "config.json has is_causal: false"
     return possible[0], f"what a checkpoint of {model_config.architecture} is for"
+
+
+def _attends_both_ways(model_config: ModelConfig) -> bool:
+    return model_config.config.get("is_causal") is False
+
+
+def is_encoder(capabilities: ModelCapabilities, model_config: ModelConfig) -> bool:
+    """Whether the model's tokens attend to later ones too."""
+    key = capabilities.encoder
+    return model_config.config.get(key) is False if isinstance(key, str) else key
 
 
 def choose_pooling(config: FrameConfig, model_config: ModelConfig, task: Task) -> tuple[Pooling, str]:
@@ -124,9 +136,14 @@ def find_mode_conflicts(
     """What stands against the direction in which the checkpoint attends, and against the
     batch-invariant mode, besides plugins without the capability `batch_invariant`. media: the model
     serves them; spans: their tokens attend to later ones."""
-    if model_config.config.get("is_causal") is False and not model_config.encoder:
-        name = model_config.architecture
-        yield ResolveError(f"config.json has is_causal: false, and {name} attends to earlier tokens alone here; serve another checkpoint.")
+    if _attends_both_ways(model_config):
+        name, said = model_config.architecture, "config.json has is_causal: false"
+        if not model_config.encoder:
+            yield ResolveError(f"{said}, and {name} attends to earlier tokens alone here; serve another checkpoint.")
+        elif task == "generate":
+            yield ResolveError(f"{said}: its tokens attend to later ones, so it generates no text.", change="model.task: embed")
+        elif model_config.sliding_window is not None:
+            yield ResolveError(f"{said}, and {name} has a sliding window, which is computed for earlier tokens alone.")
     if not config.execution.deterministic:
         return
     checks = (

@@ -156,7 +156,7 @@ class ModelCapabilities:
     pipeline_parallel: bool = False  # builds the layers of `BuildContext.pipeline` alone, and reads `StageInput`
     expands_mla: bool = False  # caches the expanded K and V of latent attention: the cache and the backend see an mha model
     tasks: tuple[Task, ...] = ("generate",)  # tasks that the plugin implements; `checkpoint_tasks` says what a checkpoint can do
-    encoder: bool = False  # bidirectional attention, whole prompts in one step, no KV cache
+    encoder: bool | str = False  # bidirectional attention, whole prompts in one step, no KV cache; a str: where this key is false
     sinks: bool = False  # its attention layers have sinks
     chunked: bool = False  # some of its attention layers attend in chunks
     sparse: bool = False  # its layers attend to selected keys

@@ -66,7 +66,7 @@ class Attention(nn.Module):
             raise TypeError("the build context of a model needs an attention backend")
         heads = HeadLayout(context, model_config.num_heads, model_config.num_kv_heads, model_config.head_dim)
         self.backend = context.attention
-        self.stores_kv = context.attention.capabilities.stores_kv
+        self.stores_kv = context.attention.capabilities.stores_kv or model_config.encoder  # or there is no cache
         self.rotary = rotary if options.rotates else None
         self.temperature = QueryTemperature.read_config(context, model_config)
         if options.temperature is not None:
@@ -81,6 +81,7 @@ class Attention(nn.Module):
             sliding_window=options.sliding_window,
             soft_cap=options.soft_cap,
             chunked=options.chunked,
+            causal=not model_config.encoder,
         )
         names = [f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
         self.gated = options.gated

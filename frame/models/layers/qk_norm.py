@@ -134,7 +134,7 @@ class FusedQKVKernel:
         self.operations = operations
         self.rotary = rotary
         self.heads = heads
-        self.stores = capabilities is not None and not capabilities.stores_kv and capabilities.layout == "paged_nhd"
+        self.stores = capabilities is not None and not capabilities.stores_kv and capabilities.layout == "paged_nhd" and spec.causal
         self.has_fp8 = kernels.supports_fp8(context.device)
 
     @classmethod

@@ -127,6 +127,29 @@ def test_wrong_methods_say_which_are_right(judge) -> None:
     assert set(engine.classify("hello")) == {"LABEL_0"}
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_a_decoder_that_attends_in_both_directions(architecture: str, tmp_path: Path) -> None:
+    """`is_causal: false`, as of gte-Qwen2 and Llama-Embed-Nemotron: vectors are those of
+    transformers, in batches, again, and from the last token."""
+    folder = make_checkpoint(architecture, tmp_path, is_causal=False, sliding_window=None)
+    reference = load_reference(folder).model
+    texts = [*DOCUMENTS, "import os\nprint(1)" * 60, "a", DOCUMENTS[0]]
+    for mode in ("mean", "last"):
+        with Engine(str(folder), model_pooling=mode, **SMALL) as engine:
+            vectors = np.concatenate((engine.embed(texts), engine.embed(texts[:1])))
+            for text, vector in zip([*texts, texts[0]], vectors, strict=True):
+                with torch.no_grad():
+                    hidden = reference(torch.tensor([engine.tokenizer.encode(text)])).last_hidden_state[0]
+                pooled = hidden.mean(0) if mode == "mean" else hidden[-1]
+                np.testing.assert_allclose(vector, (pooled / pooled.norm()).numpy(), atol=1e-5)
+            with pytest.raises(InvalidRequestError, match="not 'generate'"):
+                engine.generate("a")
+    causal = json.loads((folder / "config.json").read_text()) | {"is_causal": True}
+    (folder / "config.json").write_text(json.dumps(causal))
+    with Engine(str(folder), model_task="embed", **SMALL) as engine:
+        assert np.abs(engine.embed(texts[0]) - vectors[0]).max() > 1e-2
+
+
 def test_a_language_model_embeds(tmp_path: Path) -> None:
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
     with Engine(str(folder), model_task="embed", **SMALL) as engine:
