@@ -480,7 +480,7 @@ def test_a_decoder_that_attends_in_both_directions_is_refused() -> None:
     both = [record("attention_backend", "both", AttentionCapabilities(("cpu",), bidirectional=True))]
     poolers = [record("pooler", name) for name in ("mean", "last")]
 
-    def resolve_as(encoder: bool | str, model_config: ModelConfig = embedder, **model: Any) -> ModelConfig:
+    def resolve_as(encoder: bool | str, model_config: ModelConfig = embedder, **model: object) -> ModelConfig:
         can = ModelCapabilities(("LlamaForCausalLM",), tasks=("embed", "generate"), encoder=encoder, windows=True)
         more = records(model=[record("model", "one", can)], attention_backend=both, pooler=poolers)
         return resolve(config(model=model), LAPTOP, model_config, more).model
