@@ -32,6 +32,7 @@ def test_inputs_keep_the_resolution_of_bfloat16_unless_the_checkpoint_quantizes_
         errors.append(float((product(x).double() - want).norm() / want.norm()))
     assert max(errors) <= allowed, errors
     assert torch.equal(product(torch.zeros(2, 512).bfloat16()), torch.zeros(2, 96).bfloat16())
+    assert product(torch.zeros(2, 0, 512).bfloat16()).shape == (2, 0, 96)
     if quantizes:
         assert min(errors) > 0.02, "the inputs are quantized to seven bits"
 

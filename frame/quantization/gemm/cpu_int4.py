@@ -58,5 +58,5 @@ class Int4Gemm:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         out = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self.packed, self._group, self.scales)  # noqa: SLF001
-        out = out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+        out = out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
         return out if bias is None else out + bias

@@ -95,7 +95,7 @@ class PackedInt8Gemm:
             out = F.linear(flat, self._quantized.to(x.dtype)) * self.scales.to(x.dtype)
         if bias is not None:
             out += bias
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
     def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """int8 [rows, inputs] -> float32 [rows, outputs], times the weight's scales."""

@@ -65,4 +65,4 @@ class CudaInt4Gemm:
 
 
 def _restore(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])

@@ -116,7 +116,7 @@ class HummingGemm:
         out: torch.Tensor = self._multiply(self._config, flat, **self._tensors, locks=self._locks)
         if bias is not None:
             out += bias
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
 class HummingGroupedGemm(HummingGemm):

@@ -88,7 +88,7 @@ class W8A8Matmul:
             out = self._multiply_large(flat, weight) if rows else flat.new_empty(0, len(weight))
             if bias is not None:
                 out += bias
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
     def multiply_gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """SiLU(first half of the outputs) * second half, […, outputs / 2]; None for more rows than
@@ -98,7 +98,7 @@ class W8A8Matmul:
         if not (0 < rows <= self._max_few_rows and self._can_gate):
             return None
         out = self._multiply_few(flat, weight, bias, gated=True)
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
     def _multiply_few(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False) -> torch.Tensor:
         quantized, by_row = self._quantize(x, self._pdl)

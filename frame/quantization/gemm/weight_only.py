@@ -68,7 +68,7 @@ class WeightOnlyGemm:
 
         flat = _flatten(x)
         out = self._few.multiply_rows(flat, self.weight, bias, self._few.choose_rows_plan(self.weight), SILU)
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         flat = _flatten(x)
@@ -82,7 +82,7 @@ class WeightOnlyGemm:
         else:
             plan = self._module.choose_plan(max(1, rows), self.weight, self._processors)
             out = self._module.multiply(flat, self.weight, bias, plan, self._counter)
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
 class WeightOnlyGroupedGemm:
