@@ -110,7 +110,7 @@ UNTESTED: dict[str, str] = {
     ),
     "frame.kernels.gluon_pipeline": "the Gluon kernels that tests/gpu multiplies with are made of it",
     **dict.fromkeys(
-        ("frame.testing.kv_tier.suite", "frame.testing.kv_tier.place_checks", "frame.testing.kv_tier.use_checks"),
+        tuple(f"frame.testing.kv_tier.{name}" for name in ("suite", "byte_checks", "place_checks", "use_checks")),
         "tests/testing/test_conformance_kv_tier.py runs it on the in-tree tiers",
     ),
     **dict.fromkeys(
