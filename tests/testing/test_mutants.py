@@ -19,6 +19,7 @@ import pytest
 
 from frame.testing.conformance import run_suite
 from frame.testing.ranks import launcher as conformance_launcher
+from frame.testing.torch_calls import SETTINGS
 from tests.testing.mutants import Mutant, kill_table, kinds, load_mutants
 from tests.testing.small_sizes import use_small_sizes
 
@@ -58,7 +59,10 @@ def process() -> Iterator[None]:
     """Sets back what mutants change in this process, which is what the suites find them by."""
     root, handlers = logging.getLogger(), {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)}
     level, targets, folder, environment = root.level, list(root.handlers), Path.cwd(), dict(os.environ)
+    of_torch = [(write, read()) for _, read, write, _ in SETTINGS[:-1]]  # all but the seed
     yield
+    for write, value in of_torch:
+        write(value)
     root.setLevel(level)
     root.handlers[:] = targets
     os.chdir(folder)
