@@ -152,7 +152,7 @@ class GptqLayer(LayerFormat):
     def to_canonical(self, tensors: Mapping[str, torch.Tensor], inputs: int) -> CanonicalWeight:
         quantized = unpack_words(tensors["qweight"].transpose(-1, -2), self.bits)
         words, lift = tensors["qzeros"], self.lift
-        if 32 % self.bits == 0:
+        if 32 % self.bits == 0:  # with 3 bits zero points cross words
             words, lift = words + lift * sum(1 << place for place in range(0, 32, self.bits)), 0
         zeros = unpack_words(words, self.bits).transpose(-1, -2)
         zeros = (zeros + lift).bitwise_and_((1 << self.bits) - 1)

@@ -490,5 +490,5 @@ def test_a_decoder_that_attends_in_both_directions_is_refused() -> None:
     assert not resolve_as("is_causal", LLAMA).encoder
     with pytest.raises(ResolveError, match="is_causal: false: its tokens attend to later ones, so it generates no text"):
         resolve_as("is_causal", task="generate")
-    with pytest.raises(ResolveError, match="has a sliding window, which is computed for earlier tokens alone"):
+    with pytest.raises(ResolveError, match="computes its sliding window for earlier tokens alone; serve another checkpoint"):
         resolve_as("is_causal", dataclasses.replace(embedder, sliding_window=64))

@@ -143,7 +143,7 @@ def find_mode_conflicts(
         elif task == "generate":
             yield ResolveError(f"{said}: its tokens attend to later ones, so it generates no text.", change="model.task: embed")
         elif model_config.sliding_window is not None:
-            yield ResolveError(f"{said}, and {name} has a sliding window, which is computed for earlier tokens alone.")
+            yield ResolveError(f"{said}, and {name} computes its sliding window for earlier tokens alone; serve another checkpoint.")
     if not config.execution.deterministic:
         return
     checks = (

@@ -139,7 +139,7 @@ def choose_float8_stream(rows: int, outputs: int, inner: int, gated: bool = Fals
     """The `stream` plan of float8 weights with one scale per output; None where the kernel of
     `fp8_linear` is faster. `outputs` counts gate and up together."""
     pieces = 2 if gated else 1
-    if rows > _FLOAT8_ROWS or outputs * inner < _FLOAT8_STREAMED:
+    if rows > _FLOAT8_ROWS or outputs * inner < _FLOAT8_STREAMED or outputs // pieces % _SLICES:
         return None
     return _slice(rows, outputs // pieces, pieces, 1)
 

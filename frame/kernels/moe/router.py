@@ -136,9 +136,8 @@ def compute_normed_logits(
     sums are rounded to the tensors' dtype.
 
     `scale` [hidden] is the norm's weight, `dtype` that of the logits (None: the weight's), `bias`
-    [experts] is added to them. Every
-    program norms its token again, which for at most `NORMED_TOKENS` tokens is faster than a
-    separate launch.
+    [experts] is added to them. Every program norms its token again, which for at most
+    `NORMED_TOKENS` tokens is faster than a separate launch.
     """
     (tokens, hidden), experts = x.shape, weight.shape[0]
     logits = torch.empty((tokens, experts), dtype=dtype or weight.dtype, device=x.device)

@@ -149,10 +149,10 @@ class ShardedParameter(nn.Parameter):
         number type."""
         shard = self.sources[name]
         if tuple(tensor.shape) != shard.shape and not (self.rule.scalar and tuple(tensor.shape) == (1,)):
-            raise CheckpointError(
-                f"{name} has the shape {list(tensor.shape)}, but {list(shard.shape)} is expected",
-                "check that config.json belongs to this checkpoint; gate and up, and all experts of a layer, need one quantized format.",
-            )
+            remedy = "check that config.json belongs to this checkpoint"
+            if not self.stored_dtype.is_floating_point:
+                remedy += ", and that gate and up, and all experts of a layer, have one quantized format"
+            raise CheckpointError(f"{name} has the shape {list(tensor.shape)}, but {list(shard.shape)} is expected", f"{remedy}.")
         value = tensor[shard.read] if shard.read else tensor[...]
         expected = self.stored_dtype
         if value.dtype.is_floating_point != expected.is_floating_point or (value.dtype in _FP8 and expected != value.dtype):

@@ -29,7 +29,7 @@ from frame.interfaces.keys import KeyHolder, KeyStore, KeyStoreCapabilities, Key
 from frame.testing.conformance import Check, SkipCheck, Subject, call_check, count_elements, find_checks, unchanged_process
 from frame.testing.serving.http_extension import measure_pause
 
-_LENGTHS = 64, 72, 255, 256, 4096  # bytes, after which stores and hashes cut keys
+_LONG_KEYS = [f"{length}".ljust(length, "w") for length in (64, 72, 255, 256, 4096)]  # where hashes cut keys
 # key -> it is an operator's. Some are equal in their first 8, 16, 64, 200 and 2,000 characters.
 KEYS: Mapping[str, bool] = MappingProxyType(
     {
@@ -37,7 +37,7 @@ KEYS: Mapping[str, bool] = MappingProxyType(
         "frame-conformance-bob": False,
         "frame-conformance-operator": True,
         **{f"{'k' * length}-{number}": False for length in (8, 16, 64, 200, 2000) for number in (1, 2)},
-        **{f"{length}".ljust(length, "w"): False for length in _LENGTHS},
+        **dict.fromkeys(_LONG_KEYS, False),
     }
 )
 USERS = [key for key, is_operator in KEYS.items() if not is_operator]
@@ -47,9 +47,7 @@ NEARLY = (
     b"Frame-conformance-alice", b"frame-conformance-alice\x00", b"frame-conformance-alice,frame-conformance-bob", b"frame-conformance-*",
     b"k" * 8, b"k" * 200 + b"-", b"k" * 8192, b"\xff\xfe", b"\x00", "frame-conformance-alíce".encode(), b"' OR '1'='1", b"../keys", b"%00",
     b"frame-conformance-alice\xff", b"\xc3frame-conformance-bob", b"frame-conformance-alice\x00tail", b"k" * 72, b"k" * 64 + b"-12",
-    *(change(f"{length}".ljust(length, "w").encode()) for length in _LENGTHS for change in (
-        lambda key: key + b"w", lambda key: key * 2, lambda key: key[:-1], lambda key: key[:-1] + b"v",
-    )),
+    *(changed.encode() for key in _LONG_KEYS for changed in (f"{key}w", key * 2, key[:-1], f"{key[:-1]}v")),
     b"None", b"null", b"0", b"true", b"*", b"Bearer frame-conformance-alice", b"sha256:frame-conformance-alice",
 )  # fmt: skip
 NUM_UNKNOWN = 600  # keys, after which a store holds no more than after half of them
